@@ -36,6 +36,7 @@ from partitioner.solve.stages.lower_bound import least_time
 from partitioner.solve.stages.problem import StageProblem
 from partitioner.solve.stages.split import StageSplit, solve_stages
 from partitioner.solve.stages.split_for_step import cut_for_step
+from partitioner.solve.stages.tables import Table
 from partitioner.solve.stages.virtual_stages import set_scheduled_in_flight, solve_virtual
 
 _CLOSE = 1e-4  # relative gap of a cut at which no tighter bound is computed
@@ -235,6 +236,29 @@ class PlacementEvaluator:
         step, _, least = self._evaluate_with_shares(dressed, divisions[0], bound_only=True)
         self.cutoff_s = min(self.cutoff_s, step)
         return least
+
+    def price_stages(self, machine: PlacedMesh) -> tuple[StageProblem, float]:
+        """Return two values for ``machine``, a placement on a cluster of equal devices: the problem of cutting block
+        calls (such as layers) into stages, and a lower bound in seconds on the optimizer's update."""
+        machine, ranks = self.dressed(machine), virtual_ranks(self.candidate, self.job.train)
+        problem, held, _ = self._build_stage_problem(machine, (), self.costs.by_stage(machine))
+        if is_plain(self.candidate.schedule, self.candidate.virtual_stages):
+            problem = self._set_microbatches_in_flight(problem)
+        else:
+            problem = replace(problem, ends=bound_stage_ends(problem, held, machine, self.job.constraints, ranks))
+        return problem, least_update(problem, held, machine)
+
+    def bound_delays(self, machine: PlacedMesh) -> Sequence[Table]:
+        """Return, for each stage on the placement ``machine``, a table of lower bounds on the seconds from its last
+        backward to the end of its reductions, whose entry ``[start, stop]`` is for a stage of the block calls
+        ``start:stop`` (such as layers). Empty if these collectives do not overlap with computation. The bounds also
+        hold for fewer microbatches."""
+        machine = self.dressed(machine)
+        problem, held, _ = self._build_stage_problem(machine, (), self.costs.by_stage(machine))
+        if not is_priced_by_rank_ends(problem, machine):
+            return ()
+        flying = self._set_microbatches_in_flight(problem)
+        return bound_reduction_delays(flying, held, machine, self.job.constraints)
 
     def _evaluate_with_shares(
         self, machine: PlacedMesh, shares: Shares, *, bound_only: bool = False

@@ -32,6 +32,7 @@ from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound, Gathers
 from partitioner.solve.evaluate.evaluate_placement import split_of, virtual_ranks
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.evaluate.sharded_bounds import ShardedBounds
+from partitioner.solve.search.mixed_cluster import MixedClusterBound
 from partitioner.solve.search.space import SearchSpace, list_hybrid_candidates
 from partitioner.solve.search.uniform_cluster import UniformClusterBound
 from partitioner.solve.stages.lower_bound import LeastTime
@@ -66,7 +67,7 @@ class BoundCascade:
         self._expected = False
         self._needs: dict[tuple[int, ...], MicrobatchMemory] = {}
         self._recompute: dict[tuple[int, ...], RecomputeCosts] = {}
-        self._alike = UniformClusterBound(evaluator)
+        self._alike, self._mixed = UniformClusterBound(evaluator), MixedClusterBound(evaluator)
         self._gathers = Gathers(evaluator.job, bounds.placements, bounds.device)
         self._parts: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # (ZeRO stage, dp_shard) under hybrid sharding
         for candidate in {_activations_kind(candidate): candidate for candidate in candidates}.values():
@@ -178,11 +179,19 @@ class BoundCascade:
         The first checks whether parameters and optimizer states fit. The next ones use the sharding solved for the
         largest microbatch: an even division into stages with the collectives of ZeRO, and the best stages. Then the
         same bounds are computed with the candidate's own sharding; there, the memory of the leanest candidate among
-        those that differ only in ZeRO is tried before the candidate's own memory. The last function evaluates
-        placements (assignments of ranks to devices) on a cluster of equal devices, if not all placements are tried.
+        those that differ only in ZeRO is tried before the candidate's own memory. The last two are used if not all
+        placements (assignments of ranks to devices) are tried: one evaluates placements on a cluster of equal devices,
+        the other mixes stages on two classes of devices.
         """
         relaxed = self._held, self._bound_with_gathers, self._bound_candidate_stages, self._bound_stages_thoroughly
-        return *relaxed, self._bound_own_microbatch, self._own_leanest, self._own_staged, self._alike.quickly
+        return (
+            *relaxed,
+            self._bound_own_microbatch,
+            self._own_leanest,
+            self._own_staged,
+            self._alike.quickly,
+            self._mixed.least,
+        )
 
     def bound_tightly(self, candidate: MeshCandidate, cutoff_s: float = np.inf) -> float:
         """Return the greatest of several lower bounds in seconds on the step of ``candidate``, on any placement
@@ -202,8 +211,8 @@ class BoundCascade:
         except CapacityError:  # for simulated schedules not all cuts are tried, so others may fit
             pipeline_s = 0.0
         stages = self.bounds.followed(candidate, pipeline_s)
-        alike = self._alike.least(candidate, cutoff_s)
-        return max(self.bounds.refine(candidate), even, stages, self._own_staged(candidate, np.inf), alike)
+        placed = max(self._alike.least(candidate, cutoff_s), self._mixed.least(candidate, cutoff_s))
+        return max(self.bounds.refine(candidate), even, stages, self._own_staged(candidate, np.inf), placed)
 
     def shortage(self, candidate: MeshCandidate) -> CapacityError | None:
         """Return the error that says how many bytes ``candidate`` lacks and on which stage, for a candidate that cannot

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -34,14 +34,18 @@ from partitioner.topology.hardware import NodeGroup, NodeOverride
 from partitioner.topology.topology import Topology
 
 BEST = "best"  # name of the device type of a uniform cluster
+DevicePace = tuple[str, float]  # name of a device type, and the factor of a device on its speed
 
 _MOST = 30  # with more orders of nodes, a single cluster stands for all
 
 
-def list_uniform_clusters(topology: Topology) -> list[Topology]:
+def list_uniform_clusters(topology: Topology, paces: Collection[DevicePace] | None = None) -> list[Topology]:
     """Return copies of ``topology`` in which all devices are as good as the best one, on which lower bounds can be
     computed quickly. Nodes keep their network bandwidths: there is one copy for each order of these. If there are too
     many orders, return one copy in which every node has the second-best bandwidth.
+
+    ``paces``: pairs (device type, speed factor); all devices are then as good as the best one of these. ``None``: of
+    all devices.
 
     The list is empty if nodes have different numbers of devices or network cards, or if single pairs of devices or
     kinds of nodes have links of their own.
@@ -50,10 +54,11 @@ def list_uniform_clusters(topology: Topology) -> list[Topology]:
     shapes = {(group.devices, group.pattern, group.concurrent, group.num_cards) for group in nodes}
     if len(shapes) > 1 or topology.own_links or any(level.only for level in levels):
         return []
-    paces, _ = topology.paces
-    least = min(topology.types[name].communicator for name, _ in paces)
-    kind = best_type([topology.paced_type(*pace) for pace in paces]).model_copy(
-        update={"memory": int(topology.usable.max()), "reserved": 0, "communicator": least}
+    every, of_device = topology.paces
+    chosen = [number for number, pace in enumerate(every) if paces is None or pace in paces]
+    least = min(topology.types[every[number][0]].communicator for number in chosen)
+    kind = best_type([topology.paced_type(*every[number]) for number in chosen]).model_copy(
+        update={"memory": int(topology.usable[np.isin(of_device, chosen)].max()), "reserved": 0, "communicator": least}
     )
     one = nodes[0]
     node = NodeGroup(
@@ -116,15 +121,104 @@ def _list_share_orders(shares: Sequence[float]) -> Iterator[tuple[float, ...]]:
 _NEAR = 0.75  # least mean peak, as a share of the best device's
 
 
+class UniformClusters:
+    """Copies of the user's cluster in which all devices are equal, and the placements (assignments of ranks to devices)
+    that can be optimal on them. ``evaluator``: plans candidates on the real cluster. ``paces``: all devices are as good
+    as the best one of these pairs (device type, speed factor); ``None``: as the best device of the cluster.
+    """
+
+    def __init__(self, evaluator: CandidateEvaluator, paces: Collection[DevicePace] | None = None) -> None:
+        self._evaluator, self._paces = evaluator, paces
+        self._costs: dict[SameObject[CallCostCache], CallCostCache] = {}  # by the evaluator's own costs
+        self._machines: dict[tuple[int, ...], list[PlacedMesh]] = {}
+        self._jobs: dict[int, Job] = {}  # by global batch
+
+    def covers(self, candidate: MeshCandidate) -> bool:
+        """Return whether no placement of ``candidate`` on the real cluster can be faster than all listed placements on
+        these clusters. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
+        return bool(self._level_sizes) and is_regular_nesting(candidate.grid, self._level_sizes)
+
+    @cached_property
+    def topologies(self) -> list[Topology]:
+        """Return the clusters: one for each order of the nodes' network bandwidths. Return an empty list if the plan
+        keeps data in host memory (hosts are not made equal), or if each rank has a fixed device."""
+        job = self._evaluator.job
+        if job.constraints.offload or self._evaluator.placements.in_order:  # hosts stay different
+            return []
+        return list_uniform_clusters(job.topology, self._paces)
+
+    @cached_property
+    def _level_sizes(self) -> tuple[int, ...]:
+        """Return, for each level of links (inside a node, between nodes, ...), how many devices a group joined by links
+        of this level has, from the inside out: such as ``(8, 32)`` for four nodes of eight. The cluster is a relaxation
+        of the user's, in which all devices are equal. The result is empty if there is no such cluster."""
+        if not self.topologies:
+            return ()
+        return equal_levels(self.topologies[0].changed(overrides={}, node_overrides={})) or ()
+
+    def _find_job(self, global_batch: int) -> Job:
+        """Return the job on the first of these clusters, with ``global_batch`` samples in a step. It is cached, because
+        it caches results itself."""
+        if global_batch not in self._jobs:
+            self._jobs[global_batch] = replace(
+                self._evaluator.job, topology=self.topologies[0], global_batch=global_batch
+            )
+        return self._jobs[global_batch]
+
+    def build_placement_evaluator(
+        self, candidate: MeshCandidate, cutoff_s: float, num_microbatches: int | None = None
+    ) -> PlacementEvaluator:
+        """Return the object that finds the best plan of ``candidate`` on placements (assignments of ranks to devices)
+        on these clusters. ``cutoff_s``: plans of at least this many seconds per step are of no interest.
+        ``num_microbatches``: of each rank; ``None``: as many as an even division of the batch gives. ``candidate``:
+        mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
+        evaluator, global_batch = self._evaluator, self._evaluator.job.global_batch
+        if num_microbatches is not None:
+            global_batch = num_microbatches * candidate.dp * candidate.microbatch_size
+        job = self._find_job(global_batch)
+        local, costs, states = evaluator.own(candidate)
+        key = SameObject(costs)
+        if key not in self._costs:
+            self._costs[key] = CallCostCache(costs.blocks, job.topology, costs.train, costs.again, costs.works)
+        reference = replace(evaluator.locals.reference_seat(candidate.tp, candidate.cp), kind=BEST)
+        return PlacementEvaluator(
+            job, candidate, local, self._costs[key], states, reference, lambda *_: None, True, cutoff_s
+        )
+
+    def list_distinct_placements(self, candidate: MeshCandidate) -> list[PlacedMesh]:
+        """Return the placements (assignments of ranks to devices) of the candidate's mesh on these clusters, one for
+        each distinct cost. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
+        key = tuple(candidate.grid.values())
+        if key not in self._machines:
+            every = list(self._list_all_placements(candidate))
+            self._machines[key] = list({identify_equal_cost(machine): machine for machine in every}.values())
+        return self._machines[key]
+
+    def _list_all_placements(self, candidate: MeshCandidate) -> Iterator[PlacedMesh]:
+        """Yield placements of the candidate's mesh on these clusters, as topologies with the mesh laid over them. Some
+        may have equal costs. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
+        sizes = tuple(candidate.grid.get(axis, 1) for axis in AXES)
+        nested = all_nestings(sizes, self._level_sizes)
+        first, precision = self.topologies[0], self._evaluator.job.precision
+        for devices in list_arrangements(
+            first, candidate.grid
+        ):  # further placements that are tried on the real cluster
+            yield PlacedMesh(first, candidate.grid, precision, devices)
+        for topology in self.topologies:
+            for devices in nested:
+                yield PlacedMesh(topology, candidate.grid, precision, devices)
+
+
 class UniformClusterBound:
     """Computes lower bounds on candidates from a uniform cluster, whose devices are all as good as the best real one.
     ``evaluator``: plans candidates on the real cluster.
     """
 
     def __init__(self, evaluator: CandidateEvaluator) -> None:
-        self._evaluator = evaluator
-        self._costs: dict[SameObject[CallCostCache], CallCostCache] = {}  # by the evaluator's own costs
-        self._machines: dict[tuple[int, ...], list[PlacedMesh]] = {}
+        self._evaluator, self._clusters = evaluator, UniformClusters(evaluator)
 
     def quickly(self, candidate: MeshCandidate, cutoff_s: float) -> float:
         """Return a lower bound in seconds on every plan of ``candidate``, at most ``cutoff_s``. The bound comes from
@@ -147,15 +241,14 @@ class UniformClusterBound:
         devices as good as the best). As soon as one of them is below ``stop_s``, the others are bounded only coarsely.
         ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
-        if (
-            self._evaluator.tries_all(candidate)
-            or not self._level_sizes
-            or not is_regular_nesting(candidate.grid, self._level_sizes)
-        ):
+        if self._evaluator.tries_all(candidate) or not self._clusters.covers(candidate):
             return 0.0
-        placement_evaluator = self._build_uniform_evaluator(candidate, cutoff_s)
+        placement_evaluator = self._clusters.build_placement_evaluator(candidate, cutoff_s)
         floors = sorted(
-            ((placement_evaluator.least(machine), machine) for machine in self._list_distinct_placements(candidate)),
+            (
+                (placement_evaluator.least(machine), machine)
+                for machine in self._clusters.list_distinct_placements(candidate)
+            ),
             key=lambda pair: pair[0],
         )
         least = cutoff_s
@@ -169,16 +262,6 @@ class UniformClusterBound:
         return least
 
     @cached_property
-    def _uniform_topologies(self) -> list[Topology]:
-        """Return the uniform clusters, in which all devices are as good as the best real one: one for each order of the
-        nodes' network bandwidths. Return an empty list if the plan keeps data in host memory (hosts are not made
-        equal), or if each rank has a fixed device."""
-        job = self._evaluator.job
-        if job.constraints.offload or self._evaluator.placements.in_order:  # hosts stay different
-            return []
-        return list_uniform_clusters(job.topology)
-
-    @cached_property
     def _are_near(self) -> bool:
         """Return whether the mean peak FLOP/s of the cluster's devices is near that of the best device. Otherwise a
         bound from a cluster of equal devices would be loose."""
@@ -186,61 +269,6 @@ class UniformClusterBound:
         paces, of_device = job.topology.paces
         rates = np.array([job.topology.types[kind].peak_of(job.precision) * speed for kind, speed in paces])
         return bool(rates[of_device].mean() >= _NEAR * rates.max())
-
-    @cached_property
-    def _level_sizes(self) -> tuple[int, ...]:
-        """Return, for each level of links (inside a node, between nodes, ...), how many devices a group joined by links
-        of this level has, from the inside out: such as ``(8, 32)`` for four nodes of eight. The cluster is a relaxation
-        of the user's, in which all devices are as good as the best. The result is empty if there is no such cluster."""
-        if not self._uniform_topologies:
-            return ()
-        return equal_levels(self._uniform_topologies[0].changed(overrides={}, node_overrides={})) or ()
-
-    @cached_property
-    def _uniform_job(self) -> Job:
-        return replace(self._evaluator.job, topology=self._uniform_topologies[0])
-
-    def _build_uniform_evaluator(self, candidate: MeshCandidate, cutoff_s: float) -> PlacementEvaluator:
-        """Return the object that finds the best plan of ``candidate`` on placements (assignments of ranks to devices)
-        on the uniform cluster. ``cutoff_s``: plans of at least this many seconds per step are of no interest.
-        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
-        evaluator, job = self._evaluator, self._uniform_job
-        local, costs, states = evaluator.own(candidate)
-        key = SameObject(costs)
-        if key not in self._costs:
-            self._costs[key] = CallCostCache(costs.blocks, job.topology, costs.train, costs.again, costs.works)
-        reference = replace(evaluator.locals.reference_seat(candidate.tp, candidate.cp), kind=BEST)
-        return PlacementEvaluator(
-            job, candidate, local, self._costs[key], states, reference, lambda *_: None, True, cutoff_s
-        )
-
-    def _list_distinct_placements(self, candidate: MeshCandidate) -> list[PlacedMesh]:
-        """Return the placements (assignments of ranks to devices) of the candidate's mesh on the uniform clusters (like
-        the user's, with all devices as good as the best), one for each distinct cost. ``candidate``: mesh sizes,
-        microbatch size, schedule and ZeRO stage.
-        """
-        key = tuple(candidate.grid.values())
-        if key not in self._machines:
-            every = list(self._list_all_placements(candidate))
-            self._machines[key] = list({identify_equal_cost(machine): machine for machine in every}.values())
-        return self._machines[key]
-
-    def _list_all_placements(self, candidate: MeshCandidate) -> Iterator[PlacedMesh]:
-        """Yield placements of the candidate's mesh on the uniform clusters (like the user's, with all devices as good
-        as the best), as topologies with the mesh laid over them. Some may have equal costs. ``candidate``: mesh sizes,
-        microbatch size, schedule and ZeRO stage.
-        """
-        sizes = tuple(candidate.grid.get(axis, 1) for axis in AXES)
-        nested = all_nestings(sizes, self._level_sizes)
-        first, precision = self._uniform_topologies[0], self._uniform_job.precision
-        for devices in list_arrangements(
-            first, candidate.grid
-        ):  # further placements that are tried on the real cluster
-            yield PlacedMesh(first, candidate.grid, precision, devices)
-        for topology in self._uniform_topologies:
-            for devices in nested:
-                yield PlacedMesh(topology, candidate.grid, precision, devices)
 
 
 def _bound_plans(placement_evaluator: PlacementEvaluator, machine: PlacedMesh) -> float:

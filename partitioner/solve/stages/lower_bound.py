@@ -7,7 +7,8 @@ therefore skipped. With many stages few runs are left.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -143,17 +144,10 @@ def _over_runs(tables: StageTables, limit: float, delays: Sequence[Table]) -> tu
     if not len(start):
         return None
     problem = tables.problem
-    stages = np.arange(problem.num_stages)
-    times = tables.run_times(stages, start, stop)
-    if tables.slim is not None:
-        slim = tables.slim.run_times(stages, start, stop)
-        times = slim if problem.recompute == "selective" else np.minimum(times, slim)
+    times = _price_runs(tables, start, stop)
     followed = not is_formula(
         problem.schedule, problem.num_stages, problem.train
     )  # for formula schedules the formula gives a tighter bound
-    if followed:  # a rank may compute for another microbatch while a message is on its way
-        waits = [tables.transfers(stage) for stage in stages.tolist()]
-        times = times - np.stack([before[start, 0] + after[0, stop] for before, after in waits])
     if times.min(axis=1).max() > limit:  # one of the stages is always too long
         return None
     # the last backward ends on the first stage, which then reduces its gradients
@@ -187,16 +181,128 @@ def _over_runs(tables: StageTables, limit: float, delays: Sequence[Table]) -> tu
     return (most, total, step[0] if step else 0.0) if most <= limit and most < np.inf else None
 
 
+def _price_runs(tables: StageTables, start: Places, stop: Places) -> Table:
+    """Return lower bounds on the seconds per microbatch of the block calls ``start[i]:stop[i]`` (such as layers) on
+    each stage, shape ``[stages, runs]``, with the recomputation that memory requires; infinite if they do not fit.
+    Waits for messages count only if the schedule has a formula for its step time: under other schedules a rank may
+    compute for another microbatch while a message is on its way. ``tables``: seconds and bytes of all possible
+    stages."""
+    problem = tables.problem
+    stages = np.arange(problem.num_stages)
+    times = tables.run_times(stages, start, stop)
+    if tables.slim is not None:
+        slim = tables.slim.run_times(stages, start, stop)
+        times = slim if problem.recompute == "selective" else np.minimum(times, slim)
+    if not is_formula(problem.schedule, problem.num_stages, problem.train):
+        waits = [tables.transfers(stage) for stage in stages.tolist()]
+        times = times - np.stack([before[start, 0] + after[0, stop] for before, after in waits])
+    return times
+
+
+Passed = tuple[Vector, Vector]  # cumulative forward and backward seconds of a microbatch before each call
+
+
+class StageRuns:
+    """The sequences of consecutive block calls (such as layers) that a stage may have on devices of one class, with
+    their seconds on them. ``problem``: the problem of cutting the calls into stages, if all stages run on these
+    devices; its schedule has no formula for its step time. ``limit``: longer sequences are left out, in seconds per
+    microbatch.
+    """
+
+    def __init__(self, problem: StageProblem, limit: float = np.inf) -> None:
+        self.problem, self._tables = problem, StageTables(problem)
+        start, stop = self._tables.short_runs(limit)
+        order = np.argsort(stop, kind="stable")
+        self.start, self.stop = start[order], stop[order]
+        self.firsts = np.flatnonzero(np.diff(self.stop, prepend=-1))
+        self.ends = self.stop[self.firsts]
+        self._times = _price_runs(self._tables, self.start, self.stop) if len(start) else None
+        self._own = _bound_other_stages(problem, problem.pace(0))  # all stages have equal devices
+        self.passed: Passed = self._own.ahead, self._own.back
+
+    def bound_steps(self, stage: int, front: Passed, behind: Passed, delay: tuple[Table | None, float]) -> Vector:
+        """Return lower bounds in seconds on the step if the stage with index ``stage`` runs one of the sequences of
+        calls, shape ``[sequences]``.
+
+        ``front``, ``behind``: cumulative seconds of a microbatch before each call on the stages in front and on those
+        behind: forward, and backward. ``delay``: a table of the seconds from the last backward of the stage to the end
+        of its reductions, whose entry ``[start, stop]`` is for the calls ``start:stop`` (``None``: 0); and the least
+        such seconds of the first stage."""
+        if self._times is None:
+            return np.zeros(0)
+        problem, start, stop, times = self.problem, self.start, self.stop, self._times[stage]
+        others = OtherStageTimes(*front, self._own.weights, behind[0] + behind[1])
+        late = (0.0 if delay[0] is None else delay[0][start, stop]), delay[1]
+        steps = _bound_step_after_stage(problem, stage, others, start, stop, times, late)
+        if not is_split(problem.schedule):
+            forward = self._tables.seconds(stage)[0][start, stop] + problem.pace(stage).overhead.forward_total_s
+            around = _bound_step_around_stage(problem, stage, others, start, stop, times, forward, late)
+            steps = np.maximum(steps, around)
+        return steps
+
+    def with_microbatches(self, number: int) -> StageRuns:
+        """Return a copy for ``number`` microbatches, with the same seconds of stages."""
+        if number == self.problem.num_microbatches:
+            return self
+        found = copy(self)
+        found.problem = replace(self.problem, num_microbatches=number)
+        return found
+
+    def find_first_delay(self, delays: Sequence[Table]) -> float:
+        """Return the least seconds from the last backward of the first stage to the end of its reductions; 0 if there
+        are no ``delays``, the tables of these seconds by stage."""
+        return float(delays[0][0, self.stop[self.start == 0]].min(initial=np.inf)) if delays else 0.0
+
+
+def bound_steps_by_class(
+    classes: tuple[StageRuns, StageRuns],
+    num_microbatches: int,
+    within_s: float = np.inf,
+    delays: tuple[Sequence[Table], Sequence[Table]] = ((), ()),
+) -> Vector:
+    """Return lower bounds in seconds on the step of a pipeline with stages on two classes of devices, shape ``[stages +
+    1]``. Entry ``n`` holds if ``n`` stages run on devices of the first class and the others on devices of the second,
+    for every order of the stages and every cut of the block calls (such as layers) into stages. An entry is infinite if
+    such a step takes at least ``within_s`` seconds, or if no cut fits in memory.
+
+    ``classes``: both have the same calls, schedule and number of stages. ``num_microbatches``: of a step; at least as
+    many may be in flight as in the problems of ``classes``. ``delays``: for each class and each stage, a table of lower
+    bounds on the seconds from its last backward to the end of its reductions, whose entry ``[start, stop]`` is for the
+    calls ``start:stop``; empty if they are not to be counted.
+    """
+    one, other = (runs.with_microbatches(num_microbatches) for runs in classes)
+    num_stages, size = one.problem.num_stages, len(one.problem.calls) + 1
+    fastest = np.minimum(one.passed[0], other.passed[0]), np.minimum(one.passed[1], other.passed[1])
+    first_delay_s = min(one.find_first_delay(delays[0]), other.find_first_delay(delays[1]))
+    reached = {0: np.where(np.arange(size) == 0, 0.0, np.inf)}  # stages of the first class -> least step up to a call
+    for stage in range(num_stages):
+        further: dict[int, Vector] = {}
+        for runs, of, is_first in zip((one, other), delays, (1, 0), strict=True):
+            delay = of[stage] if of else None, first_delay_s
+            # the stages in front are all of the second class, or of either
+            slow_ahead, mixed = (runs.bound_steps(stage, front, fastest, delay) for front in (other.passed, fastest))
+            for number, before in reached.items():
+                values = np.maximum(before[runs.start], mixed if number else slow_ahead)
+                least = _least_by_stop(values, runs.firsts, runs.ends, size)
+                known = further.get(number + is_first)
+                further[number + is_first] = least if known is None else np.minimum(known, least)
+        reached = further
+    found = np.array([reached[number][-1] for number in range(num_stages + 1)])
+    return np.where(found < within_s, found, np.inf)
+
+
 class OtherStageTimes(NamedTuple):
-    """Cumulative seconds of one microbatch in the block calls (such as layers) before each index, three arrays of shape
+    """Cumulative seconds of one microbatch in the block calls (such as layers) before each index, four arrays of shape
     ``[calls + 1]``. ``ahead`` (forward) and ``back`` (backward for inputs; the whole backward if the schedule does not
-    split it) take the fastest device of any stage for each call, so they are lower bounds. ``weights`` (backward for
-    weights) is on the devices of one stage.
+    split it) are lower bounds on the stages in front of a stage, ``through`` is one on their sum on the stages behind.
+    They take the fastest device of any of these stages for each call. ``weights`` (backward for weights) is on the
+    devices of the stage itself.
     """
 
     ahead: Vector
     back: Vector
     weights: Vector
+    through: Vector
 
 
 def _bound_step_after_stage(
@@ -218,7 +324,7 @@ def _bound_step_after_stage(
     ``delay``: seconds from its last backward to the end of its reductions, and those of the first stage. ``problem``:
     the calls and the schedule.
     """
-    ahead, back, weights = others
+    ahead, back, weights, _ = others
     late = problem.half_done(stage) * (weights[stop] - weights[start])
     if problem.overlap_steps:
         besides = np.maximum(0.0, ahead[start] + back[start] - late)
@@ -246,9 +352,8 @@ def _bound_step_around_stage(
     Then it runs the other forwards and all backwards, and the last backward continues through all earlier calls. Under
     GPipe the stage runs all forwards first, the last microbatch passes all later stages, and backwards follow likewise.
     """
-    ahead, back, _ = others
-    whole = ahead + back
-    besides = whole[-1] - whole[stop] + ahead[start] + np.maximum(back[start] + delay[1], delay[0])
+    ahead, back, _, through = others
+    besides = through[-1] - through[stop] + ahead[start] + np.maximum(back[start] + delay[1], delay[0])
     begun = 1 if problem.schedule == "gpipe" else problem.not_begun(stage)
     around: Vector = problem.num_microbatches * times - (begun - 1) * forward + besides
     return around
@@ -266,7 +371,8 @@ def _bound_other_stages(problem: StageProblem, pace: Pace) -> OtherStageTimes:
     halves = ([(_find_least_backward(c) - c.later_s * split) * train for c in p.costs] for p in paces)
     back = [min(costs) for costs in zip(*halves, strict=True)]
     weights = [c.later_s * train for c in pace.costs]
-    return OtherStageTimes(*(np.concatenate([[0.0], np.cumsum(values)]) for values in (ahead, back, weights)))
+    before, after, later = (np.concatenate([[0.0], np.cumsum(values)]) for values in (ahead, back, weights))
+    return OtherStageTimes(before, after, later, before + after)
 
 
 def _find_least_forward(cost: CallCost) -> float:

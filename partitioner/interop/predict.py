@@ -52,7 +52,8 @@ class Prediction:
     ``layout``: how the configuration divides the training on the cluster's devices. ``plan``: that layout as a plan
     without a program, with the step time and the memory of each rank. ``missing_bytes``: bytes that the fullest rank
     lacks; 0 if the layout fits. ``ours``: this project's own plan; ``None`` if it was not requested or does not exist.
-    ``notes``: assumptions, one sentence each.
+    ``notes``: assumptions, one sentence each. ``compiled_s``: seconds of a step with the layout if a compiler fused its
+    operators, as in this project's own plan; ``None`` if the configuration compiles itself, or that plan does not.
     """
 
     layout: TrainingLayout
@@ -60,6 +61,7 @@ class Prediction:
     missing_bytes: int
     ours: Plan | None
     notes: tuple[str, ...] = ()
+    compiled_s: float | None = None
 
     @property
     def fits(self) -> bool:
@@ -127,7 +129,12 @@ def predict_layout(
             ours = partition(model, topology, inputs, **given)
         except CapacityError as error:
             notes.append(f"This project has no plan for the job: {error.message}.")
-    return Prediction(placed, plan, missing, ours, tuple(notes))
+    compiled_s = None
+    if ours is not None and not missing and ours.profile.fused_kernels and not placed.profile.fused_kernels:
+        fused = placed.profile.model_copy(update={"fused_kernels": True})
+        compiled, _ = _price_layout(placed.replace(profile=fused), model, topology, inputs, (pins, given, []))
+        compiled_s = compiled.estimate.step_time
+    return Prediction(placed, plan, missing, ours, tuple(notes), compiled_s)
 
 
 def _price_layout(
@@ -379,7 +386,15 @@ def _explain_gain(found: Prediction) -> str:
     if not found.fits:
         return f"It fits, and takes {taken} for a step."
     if found.gain >= 1:
-        return f"A step takes {taken}: {found.gain:.2f} times as fast, {format_percent(1 - 1 / found.gain)} less time."
+        gained = (
+            f"A step takes {taken}: {found.gain:.2f} times as fast, {format_percent(1 - 1 / found.gain)} less time."
+        )
+        if found.compiled_s is None:
+            return gained
+        return (
+            f"{gained} Our runtime compiles the operators, and the configuration does not: with torch.compile, a step "
+            f"of the configuration would take {seconds_text(found.compiled_s)}."
+        )
     return (
         f"Nothing: a step takes {taken}, {format_percent(1 / found.gain - 1)} more. The configuration's framework "
         "executes something that our runtime does not, or less memory is left free under it."

@@ -66,6 +66,21 @@ def test_a_prediction_is_the_plan_of_the_same_constraints() -> None:
     assert "Does it fit?" in str(found) and "optimizer states" in str(found)
 
 
+def test_the_gain_says_what_compilation_alone_would_give() -> None:
+    """The layout is priced once more with fused operators, under the framework's own profile."""
+    layout = read_layout(MEGATRON)
+    fused = layout.replace(profile=layout.profile.model_copy(update={"fused_kernels": True}))
+    model, topology = Tower(width=1024), Topology.preset("dgx-h100")
+    inputs = {"x": torch.zeros(16, 1024)}
+    found = predict_layout(layout, model, topology, inputs)
+    compiled = predict_layout(fused, model, topology, inputs)
+    assert found.compiled_s == compiled.step_time < found.step_time
+    assert compiled.compiled_s is None
+    assert predict_layout(layout, model, Topology.local(8), inputs).compiled_s is None
+    assert "with torch.compile, a step of the configuration would take" in " ".join(str(found).split())
+    assert "torch.compile" not in str(compiled)
+
+
 def test_stages_are_cut_as_the_framework_cuts_them() -> None:
     words = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|ttttttL"
     found = predict_layout(read_layout(MEGATRON + words), Tower(), Topology.preset("dgx-h100"), INPUTS, compare=False)

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from partitioner import Constraints, Plan, Topology, partition
+from partitioner import Constraints, Plan, partition
 from partitioner.candidate import MeshCandidate
 from partitioner.passes.errors import PartitionError
 from partitioner.plan import Certificate
@@ -86,8 +86,11 @@ def jobs(draw: st.DrawFn, small: bool = False) -> dict[str, Any]:
     nodes, per_node = draw(st.sampled_from([(1, 2), (1, 4), (2, 2), *larger]))
     network = draw(st.sampled_from([{"like": "ib-ndr"}, {"name": "network", "bandwidth": 3e9, "latency": 1e-5}]))
     kind = draw(st.sampled_from(["h100-sxm", "a100-80gb", "b200"]))
-    short = {"h100-sxm": ["fp8"], "b200": ["fp8", "nvfp4", "nvfp4"]}.get(kind, [])
     levels = [{"like": "nvlink4", "nodes": 1}, *([network] if nodes > 1 else [])]
+    other = draw(st.sampled_from([None, None, "a100-80gb", "h100-sxm"])) if nodes > 1 else None
+    counts = {kind: nodes} if other in (None, kind) else {kind: nodes // 2, other: nodes - nodes // 2}
+    short = {("h100-sxm",): ["fp8"], ("b200",): ["fp8", "nvfp4", "nvfp4"]}.get(tuple(counts), [])
+    slower = draw(st.sampled_from([None, None, None, 0.5]))
     return {
         "layers": 2 if small else draw(st.sampled_from([2, 4, 6])),
         "heads": heads,
@@ -103,8 +106,12 @@ def jobs(draw: st.DrawFn, small: bool = False) -> dict[str, Any]:
         "tied": draw(st.booleans()),
         "execution": draw(st.sampled_from([None, None, "eager"])),
         "cluster": {
-            "nodes": [{"type": kind, "devices": per_node, "count": nodes, "host": "dgx-h100"}],
+            "nodes": [
+                {"type": of_nodes, "devices": per_node, "count": count, "host": "dgx-h100"}
+                for of_nodes, count in counts.items()
+            ],
             "levels": levels,
+            "overrides": {"node0/0": {"speed": slower}} if slower else {},
         },
     }
 
@@ -140,7 +147,7 @@ def planned(job: dict[str, Any], **fixed: Any) -> Plan:
     if job["memory"]:
         less = {"memory": job["memory"] << 30}
         types = {name: kind.model_copy(update=less) for name, kind in topology.types.items()}
-        topology = Topology(name=topology.name, nodes=topology.nodes, types=types, levels=topology.levels)
+        topology = topology.changed(types=types)
     ids = torch.empty((1, job["length"]), dtype=torch.int64, device="meta")
     return partition(
         model,

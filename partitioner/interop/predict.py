@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from partitioner.explain.time_parts import time_shares
 from partitioner.interop.layout import ContradictionError, TrainingLayout, UnusedOption, divide_layers
 from partitioner.interop.options import NO_EFFECT, NOT_USED, OF_MODEL
 from partitioner.passes.capture.wrappers import unwrap_model
+from partitioner.passes.errors import PartitionError
 from partitioner.passes.faults import typed_errors
 from partitioner.plan import Plan
 from partitioner.plans.figures import candidate_text, list_usable_bytes, memory_text
@@ -53,7 +55,8 @@ class Prediction:
     without a program, with the step time and the memory of each rank. ``missing_bytes``: bytes that the fullest rank
     lacks; 0 if the layout fits. ``ours``: this project's own plan; ``None`` if it was not requested or does not exist.
     ``notes``: assumptions, one sentence each. ``compiled_s``: seconds of a step with the layout if a compiler fused its
-    operators, as in this project's own plan; ``None`` if the configuration compiles itself, or that plan does not.
+    operators, as in this project's own plan; ``None`` if the configuration compiles itself or does not fit, or if there
+    is no own plan that compiles.
     """
 
     layout: TrainingLayout
@@ -132,8 +135,9 @@ def predict_layout(
     compiled_s = None
     if ours is not None and not missing and ours.profile.fused_kernels and not placed.profile.fused_kernels:
         fused = placed.profile.model_copy(update={"fused_kernels": True})
-        compiled, _ = _price_layout(placed.replace(profile=fused), model, topology, inputs, (pins, given, []))
-        compiled_s = compiled.estimate.step_time
+        with suppress(PartitionError):  # such as the time limit: the prediction itself stands
+            compiled, _ = _price_layout(placed.replace(profile=fused), model, topology, inputs, (pins, given, []))
+            compiled_s = compiled.estimate.step_time
     return Prediction(placed, plan, missing, ours, tuple(notes), compiled_s)
 
 
@@ -385,17 +389,16 @@ def _explain_gain(found: Prediction) -> str:
     taken = seconds_text(found.ours.estimate.step_time)
     if not found.fits:
         return f"It fits, and takes {taken} for a step."
+    compiled = ""
+    if found.compiled_s is not None:
+        compiled = (
+            " Our runtime compiles the operators, and the configuration does not: with torch.compile, a step of the "
+            f"configuration would take {seconds_text(found.compiled_s)}."
+        )
     if found.gain >= 1:
-        gained = (
-            f"A step takes {taken}: {found.gain:.2f} times as fast, {format_percent(1 - 1 / found.gain)} less time."
-        )
-        if found.compiled_s is None:
-            return gained
-        return (
-            f"{gained} Our runtime compiles the operators, and the configuration does not: with torch.compile, a step "
-            f"of the configuration would take {seconds_text(found.compiled_s)}."
-        )
+        less = format_percent(1 - 1 / found.gain)
+        return f"A step takes {taken}: {found.gain:.2f} times as fast, {less} less time.{compiled}"
     return (
         f"Nothing: a step takes {taken}, {format_percent(1 / found.gain - 1)} more. The configuration's framework "
-        "executes something that our runtime does not, or less memory is left free under it."
+        f"executes something that our runtime does not, or less memory is left free under it.{compiled}"
     )

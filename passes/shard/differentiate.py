@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from partitioner.passes.errors import UnsupportedError
@@ -37,6 +36,7 @@ from partitioner.passes.shard.backward_halves import (
     collect_ancestor_nodes,
     insert_recomputed_nodes,
 )
+from partitioner.passes.shard.record_operators import trace_function
 
 aten = torch.ops.aten
 
@@ -266,10 +266,9 @@ def build_joint_graph(
     with fake, fx.traceback.preserve_node_meta():
         primals = [_make_empty_tensor(n.meta["val"], device) for n in placeholders]
         tangents = [_make_empty_tensor(n.meta["val"], device) for n in block.outputs]
-        traced = _trace_function(joint, primals, tangents)
-        if any(map(_is_mutating_node, traced.graph.nodes)):
-            traced = _functionalize_graph(traced, [*primals, *tangents])
-    graph = traced.graph
+        graph = trace_function(joint, primals, tangents, symbolic=sizes is not None)
+        if any(map(_is_mutating_node, graph.nodes)):
+            graph = _functionalize_graph(graph, [*primals, *tangents])
     if sizes is not None:
         _make_sizes_static(graph)
     _simplify_views(graph)
@@ -294,25 +293,20 @@ def _build_derivative_error(block: Block, error: RuntimeError) -> Exception:
     )
 
 
-def _trace_function(function: Callable[..., Any], *arguments: Any) -> fx.GraphModule:
-    """Call ``function`` with ``arguments``, which are tensors or lists of tensors, and record the operators that it
-    runs (``make_fx``). Return them as a graph module that takes these arguments."""
-    return make_fx(function, tracing_mode="real", _error_on_data_dependent_ops=False)(*arguments)
-
-
 def _is_mutating_node(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _functionalize_graph(traced: fx.GraphModule, arguments: list[Tensor]) -> fx.GraphModule:
-    """Return a graph that computes what ``traced`` computes, with no operator that writes to its operands.
+def _functionalize_graph(graph: fx.Graph, arguments: list[Tensor]) -> fx.Graph:
+    """Return a graph that computes what ``graph`` computes, with no operator that writes to its operands.
     ``arguments``: tensors of the shapes and dtypes of its inputs."""
+    traced = fx.GraphModule(torch.nn.Module(), graph)
 
     def run(*flat: Tensor) -> list[Tensor | None]:
         interpreter = fx.Interpreter(traced)
         return list(interpreter.run(*flat, enable_io_processing=False))
 
-    return _trace_function(torch.func.functionalize(run, remove="mutations"), *arguments)
+    return trace_function(torch.func.functionalize(run, remove="mutations"), *arguments)
 
 
 def _make_empty_tensor(value: Tensor, device: torch.device) -> Tensor:

@@ -1,0 +1,181 @@
+"""Record the operators that a function runs, forward and backward, as a graph.
+
+``make_fx`` of torch does the same for more functions: it also traces symbolic sizes, operators that write to their
+operands, and constants. A block's graph has none of these in most cases, and most of its time is spent on them: the
+recorder here takes half of the time. Where it meets one, it gives up, and ``make_fx`` traces the function.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+Results = tuple[list[Tensor], list[Tensor | None]]  # of a traced function: outputs, and gradients (``None`` for zero)
+
+# Operators that read properties of a tensor; they are not recorded.
+_QUERIES = frozenset(
+    (
+        torch.ops.prim.device.default,
+        aten.size.default,
+        aten.stride.default,
+        aten.storage_offset.default,
+        aten.sym_size.default,
+        aten.sym_stride.default,
+        aten.sym_storage_offset.default,
+        aten.sym_numel.default,
+        aten.is_contiguous.default,
+    )
+)
+
+
+class _NotRecordedError(Exception):
+    """The function runs something that the recorder does not record."""
+
+
+class _OperatorRecorder(TorchDispatchMode):
+    """While it is active, adds a node to ``graph`` for each operator that runs, with a tensor without values of its
+    result in ``node.meta["val"]``. All operands must be results of such operators, or tracked."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        super().__init__()
+        self.graph = graph
+        self._nodes: dict[int, fx.Node] = {}  # by the identity of a tensor, which is kept so that it is not reused
+        self._kept: list[Tensor] = []
+
+    def track(self, tensor: Tensor, node: fx.Node) -> None:
+        """Note that ``tensor`` is the value of ``node``."""
+        self._nodes[id(tensor)] = node
+        self._kept.append(tensor)
+        node.meta["val"] = tensor
+
+    def find_node(self, tensor: Tensor) -> fx.Node:
+        """Return the node whose value ``tensor`` is."""
+        if id(tensor) not in self._nodes:
+            raise _NotRecordedError(f"a constant of shape {tuple(tensor.shape)}")
+        return self._nodes[id(tensor)]
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # autograd asks several times for each operator
+        if func in _QUERIES:
+            return func(*args, **kwargs)
+        if func._schema.is_mutable or torch.Tag.data_dependent_output in func.tags:
+            raise _NotRecordedError(str(func))
+        if _is_decomposed(func, args):
+            with self:
+                return func.decompose(*args, **kwargs)
+        operands, named = self._replace_by_nodes(args), self._replace_by_nodes(kwargs)
+        name = self.graph._target_to_str(func.overloadpacket.__name__)
+        node = self.graph.create_node("call_function", func, operands, named, name)
+        where = fx.traceback.get_current_meta().get("custom")
+        if where:
+            node.meta["custom"] = dict(where)
+        result = func(*args, **kwargs)
+        self._track_result(result, node)
+        return result
+
+    def _replace_by_nodes(self, value: Any) -> Any:
+        """Return ``value``, arguments of an operator, with tensors replaced by their nodes."""
+        if isinstance(value, Tensor):
+            return self.find_node(value)
+        if isinstance(value, tuple | list):
+            return type(value)([self._replace_by_nodes(each) for each in value])
+        if isinstance(value, dict):
+            return {name: self._replace_by_nodes(each) for name, each in value.items()}
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise _NotRecordedError("a symbolic size")
+        return value
+
+    def _track_result(self, result: Any, node: fx.Node) -> None:
+        """Note that ``result``, a tensor or a tuple or list of tensors, is the value of ``node``."""
+        if isinstance(result, FakeTensor):
+            self.track(result, node)
+        elif isinstance(result, tuple | list):
+            node.meta["val"] = result
+            for place, each in enumerate(result):
+                part = self.graph.call_function(operator.getitem, (node, place))
+                part.meta.update({name: node.meta[name] for name in ("custom",) if name in node.meta})
+                if each is not None:
+                    self._track_result(each, part)
+        else:
+            raise _NotRecordedError(f"a result of type {type(result).__name__}")
+
+
+def _is_decomposed(func: OpOverload, args: Sequence[Any]) -> bool:
+    """Return whether autograd runs ``func`` as several other operators: it is defined by them, and the device of its
+    first tensor in ``args`` has no kernel for it."""
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        return False
+    device = next((value.device.type for value in args if isinstance(value, Tensor)), None)
+    own = device and torch._C._dispatch_key_for_device(device)
+    return not (own and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), own))
+
+
+def trace_function(function: Callable[..., Any], *arguments: Any, symbolic: bool = False) -> fx.Graph:
+    """Call ``function`` with ``arguments``, which are tensors without values or lists of them, and record the operators
+    that it runs. Return them as a graph that takes these arguments one by one, and returns all results in one list;
+    ``node.meta["val"]`` is the result of each node. ``symbolic``: whether sizes may be symbolic."""
+    if not symbolic:
+        with suppress(_NotRecordedError):
+            return _record_operators(function, arguments)
+    traced = make_fx(function, tracing_mode="real", _error_on_data_dependent_ops=False)(*arguments)
+    graph: fx.Graph = traced.graph
+    return graph
+
+
+def _record_operators(function: Callable[..., Any], arguments: Sequence[Any]) -> fx.Graph:
+    """Return what :func:`trace_function` does. Raise :class:`_NotRecordedError` if the function runs something that the
+    recorder does not record."""
+    graph = fx.Graph()
+    recorder = _OperatorRecorder(graph)
+    names = list(inspect.signature(function).parameters)
+    if len(names) != len(arguments):  # the function takes any number
+        names = [f"arg{number}" for number in range(len(arguments))]
+    for name, argument in zip(names, arguments, strict=True):
+        for number, tensor in enumerate(_list_tensors(argument), 1):
+            recorder.track(tensor, graph.placeholder(f"{name}_{number}"))
+    with recorder:
+        results = function(*arguments)
+    graph.output([None if result is None else recorder.find_node(result) for result in _list_tensors(results)])
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+    for node in graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = _copy_without_history(node.meta["val"])
+    return graph
+
+
+def _list_tensors(values: Any) -> Iterator[Any]:
+    """Yield the tensors in ``values``, nested lists and tuples of tensors and ``None``."""
+    if isinstance(values, tuple | list):
+        for value in values:
+            yield from _list_tensors(value)
+    else:
+        yield values
+
+
+def _copy_without_history(value: Any) -> Any:
+    """Return a copy of ``value``, a tensor without values or a tuple or list of such and of ``None``, without the
+    functions by which its tensors were computed."""
+    if isinstance(value, tuple | list):
+        return type(value)([_copy_without_history(each) for each in value])
+    if not isinstance(value, FakeTensor):
+        return value
+    size, strides, offset = value.shape, value.stride(), value.storage_offset()
+    with torch._C._DisableTorchDispatch():  # the copy shares the storage, so that views are known as such
+        like = torch.empty(0, dtype=value.dtype, device="meta").set_(value.untyped_storage(), offset, size, strides)
+    return FakeTensor(value.fake_mode, like, value.fake_device)

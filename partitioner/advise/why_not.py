@@ -25,6 +25,8 @@ from partitioner.solve.search.space import SearchSpace, list_candidates, widest_
 from partitioner.units import bytes_text, format_plural, seconds_text
 from partitioner.validate import check_request
 
+_CLOSE = 1e-3  # relative: a plan this near to its lower bound is the best
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -247,9 +249,9 @@ def _from_rows(plan: Plan, asked: Mapping[str, Any]) -> WhyNot | None:
     solved = min((c for c in rows if c.step_time is not None), key=lambda c: c.step_time or 0.0, default=None)
     least = min((c.bound for c in rows if c.status == "bounded"), default=None)
     if solved is not None and (least is None or least >= (solved.step_time or 0.0)):
-        return _explain_slower(plan, asked, solved)
+        return _explain_slower(plan, asked, solved, least_s=_find_least_bound(plan, rows))
     if solved is not None or least is not None:
-        return _explain_bounded(plan, asked, rows, solved, least or 0.0)
+        return _explain_bounded(plan, asked, rows, solved)
     return _no_plan(plan, asked, rows)
 
 
@@ -266,6 +268,14 @@ def _list_allowed_baselines(plan: Plan) -> list[Candidate]:
         and not (baseline.excluded or baseline.global_batch or baseline.name.startswith(WITHOUT))
         and baseline.offload == plan.offload
     ]
+
+
+def _find_least_bound(plan: Plan, rows: list[Candidate]) -> float:
+    """Return a lower bound in seconds on the step of all plans of the layouts ``rows``. Other placements and cuts of a
+    layout that was tried may be faster than its plan, but not than its bound. The bound of a standard layout is only
+    that of its own choices, so its step time counts."""
+    searched = [c.bound for c in rows if c.status in ("bounded", "solved") and c in plan.certificate.candidates]
+    return min(searched, default=min((c.step_time for c in rows if c.step_time is not None), default=0.0))
 
 
 def _matches_asked(candidate: Candidate, asked: Mapping[str, Any]) -> bool:
@@ -293,17 +303,25 @@ def _is_beside(plan: Plan, asked: Mapping[str, Any]) -> bool:
 
 
 def _explain_slower(
-    plan: Plan, asked: Mapping[str, Any], best: Candidate, marks: tuple[str, ...] = (), other: Plan | None = None
+    plan: Plan,
+    asked: Mapping[str, Any],
+    best: Candidate,
+    marks: tuple[str, ...] = (),
+    other: Plan | None = None,
+    least_s: float | None = None,
 ) -> WhyNot:
     """Return the answer to the question why ``plan`` does not have the constraints ``asked`` : a comparison of the plan
     with ``best``, the best candidate that has them. ``asked``: name of a constraint -> value. ``marks``: further
     sentences for the answer. ``other``: the plan of ``best``, if a plan was made with these constraints; otherwise
-    ``None``.
+    ``None``. ``least_s``: a lower bound in seconds on the step of all plans with these constraints; ``None``: the bound
+    of ``best``.
     """
     assert best.step_time is not None
+    least_s = best.bound if least_s is None else least_s
     chosen = plan.estimate
     slower = best.step_time >= chosen.step_time
-    which = "plan found" if other is None and _is_beside(plan, asked) else "plan"
+    is_open = least_s < best.step_time * (1 - _CLOSE)
+    which = "plan found" if is_open or (other is None and _is_beside(plan, asked)) else "plan"
     lines = [
         f"The best {which} with {format_asked_constraints(asked)} ({candidate_text(best)}, microbatches of "
         f"{best.microbatch_size}, "
@@ -320,28 +338,28 @@ def _explain_slower(
         lines.append(
             f"Its fullest rank needs {bytes_text(its)}{tables}; that of the chosen plan needs {bytes_text(the_plans)}."
         )
+    if is_open:
+        bound = f"{seconds_text(least_s)}, {format_relative(chosen.step_time, least_s)} the chosen plan's step time"
+        lines.append(f"A faster one is not ruled out: the lower bound of these plans is {bound}.")
     lines += marks
     if not slower:
         fixed = format_asked_constraints(plan.constraints.given)
         lines.append(f"It was not chosen because you fixed {fixed}." if fixed else "The search did not try it.")
-    return WhyNot(asked, "slower" if slower else "faster", tuple(lines), best, best.bound)
+    return WhyNot(asked, "slower" if slower else "faster", tuple(lines), best, least_s)
 
 
-def _explain_bounded(
-    plan: Plan, asked: Mapping[str, Any], rows: list[Candidate], solved: Candidate | None, least: float
-) -> WhyNot:
+def _explain_bounded(plan: Plan, asked: Mapping[str, Any], rows: list[Candidate], solved: Candidate | None) -> WhyNot:
     """Return the answer to the question why ``plan`` does not have the constraints ``asked``. The function is used if
     the search has bounds for all layouts with these constraints, but not step times for all. ``asked``: name of a
     constraint -> value.
 
     ``rows``: all candidate layouts with these constraints. ``solved``: the candidate among them with the shortest
-    computed step time, or ``None``. ``least``: the smallest lower bound of the candidates without a step time, in
-    seconds.
+    computed step time, or ``None``.
     """
     chosen, certificate = plan.estimate.step_time, plan.certificate
-    bound = min(b for b in (least, solved.step_time if solved else None) if b is not None)
     bounded = f"{_count_layouts_text(sum(c.status == 'bounded' for c in rows))} given a lower bound and not tried"
     outside = _list_uncovered_schedules(plan, asked)
+    bound = _find_least_bound(plan, [c for c in rows if not (outside and c.beside)])
     lines = [
         f"Every plan with {format_asked_constraints(asked)}{' that the proof covers' if outside else ''} takes "
         f"{seconds_text(bound)} or more, {format_relative(chosen, bound)} the chosen plan's {seconds_text(chosen)}: "

@@ -88,8 +88,8 @@ def _list_upper_limits(plan: Plan) -> Iterator[Improvement]:
     shares = {kind: seconds / total for kind, seconds in plan.estimate.breakdown.items()}
     given = plan.constraints.given
     axes = [axis for axis in ("tp", "cp") if plan.mesh.get(axis, 1) > 1 and axis not in given]
-    spread = plan.mesh.get("ep", 1) > 1
-    layers = f"fewer ranks of {' or '.join(axes)} or " if axes else "" if spread else "a lower ZeRO stage or "
+    lowers = plan.mesh.get("ep", 1) == 1 and plan.chosen.zero == 3 and "zero" not in given
+    layers = f"fewer ranks of {' or '.join(axes)} or " if axes else "a lower ZeRO stage or " if lowers else ""
     parts = {
         "tp_communication": f"Less communication inside layers, by {layers}faster links",
         "reduction": "Less exposed gradient reduction per sample, by a larger global batch or faster links",
@@ -102,9 +102,12 @@ def _list_upper_limits(plan: Plan) -> Iterator[Improvement]:
         share = shares.get(kind, 0.0)
         yield Improvement(share, f"{words}: at most {format_percent(share)} less.")
     yield from _compare_precisions(plan, shares.get("compute", 0.0) + shares.get("recompute", 0.0))
-    gap, own = plan.certificate.gap, plan.certificate.covered_bound is not None
-    other = "Another plan with this layout" if own else "Another plan that the proof covers"
-    yield Improvement(gap, f"{other}: at most {format_percent(gap)} less, by the lower bound.")
+    certificate, gaps = plan.certificate, {"Another plan that the proof covers": plan.certificate.gap}
+    if certificate.covered_bound is not None:  # the proof does not cover the plan's schedule
+        bounds = {"with this layout": plan.chosen.bound, "that the proof covers": certificate.covered_bound}
+        gaps = {f"Another plan {which}": 1 - bound / certificate.objective for which, bound in bounds.items()}
+    for other, gap in gaps.items():
+        yield Improvement(gap, f"{other}: at most {format_percent(gap)} less, by the lower bound.")
 
 
 def _describe_less_recomputation(plan: Plan) -> str:

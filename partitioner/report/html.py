@@ -125,7 +125,9 @@ def build_parts(parts: Iterable[Any], caption: str, level: int = 3) -> list[ET.E
     """
     found: list[ET.Element] = []
     for part in parts:
-        inner = part.renderable if isinstance(part, Padding) else part
+        inner: object = part
+        while isinstance(inner, Padding):  # lists inside lists are padded twice
+            inner = inner.renderable
         if isinstance(inner, Table):
             found.append(_convert_table(inner, caption))
             continue

@@ -49,7 +49,7 @@ class _OperatorRecorder(TorchDispatchMode):
     result in ``node.meta["val"]``. All operands must be results of such operators, or tracked."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.graph = graph
         self._nodes: dict[int, fx.Node] = {}  # by the identity of a tensor, which is kept so that it is not reused
         self._kept: list[Tensor] = []

@@ -238,8 +238,9 @@ class PlacementEvaluator:
         return least
 
     def price_stages(self, machine: PlacedMesh) -> tuple[StageProblem, float]:
-        """Return two values for ``machine``, a placement on a cluster of equal devices: the problem of cutting block
-        calls (such as layers) into stages, and a lower bound in seconds on the optimizer's update."""
+        """Return two values for ``machine``, a placement on which all replicas have equal devices and groups: the
+        problem of cutting block calls (such as layers) into stages, and a lower bound in seconds on the optimizer's
+        update."""
         machine, ranks = self.dressed(machine), virtual_ranks(self.candidate, self.job.train)
         problem, held, _ = self._build_stage_problem(machine, (), self.costs.by_stage(machine))
         if is_plain(self.candidate.schedule, self.candidate.virtual_stages):
@@ -252,7 +253,7 @@ class PlacementEvaluator:
         """Return, for each stage on the placement ``machine``, a table of lower bounds on the seconds from its last
         backward to the end of its reductions, whose entry ``[start, stop]`` is for a stage of the block calls
         ``start:stop`` (such as layers). Empty if these collectives do not overlap with computation. The bounds also
-        hold for fewer microbatches."""
+        hold for fewer microbatches: less is then recomputed, so backwards are shorter and hide less."""
         machine = self.dressed(machine)
         problem, held, _ = self._build_stage_problem(machine, (), self.costs.by_stage(machine))
         if not is_priced_by_rank_ends(problem, machine):

@@ -190,7 +190,7 @@ class BoundCascade:
             self._own_leanest,
             self._own_staged,
             self._alike.quickly,
-            self._mixed.least,
+            self._mixed.quickly,
         )
 
     def bound_tightly(self, candidate: MeshCandidate, cutoff_s: float = np.inf) -> float:

@@ -1,11 +1,11 @@
 """Compute a lower bound on a candidate on a cluster with different devices, over all ways to place its stages.
 
 The devices are divided into two classes: those of the fastest type, and all others, which count as the best of them. A
-group of ranks that wait for each other in every microbatch is fast if all of its devices are. For each number of fast
-stages in a pipeline, and each number of microbatches, the step has a lower bound that includes fill, drain and the
-collectives at the ends of a step. A step of ``T`` seconds is possible only if the pipelines can be formed of the fast
-groups that exist, and can run all microbatches of the batch within ``T`` seconds.
-"""
+group of ranks that wait for each other in every microbatch is fast if all of its devices are fast. Any other group
+waits for a device of the second class, and counts as one of that class. For each number of fast stages in a pipeline,
+and each number of microbatches, the step has a lower bound that includes fill, drain and the collectives at the ends of
+a step. A step of ``T`` seconds is possible only if the pipelines can be formed of the fast groups that exist, and can
+run all microbatches of the batch within ``T`` seconds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from partitioner.solve.stages.virtual_stages import set_scheduled_in_flight
 
 Vector = NDArray[np.float64]
 
-_FINE = 16  # numbers of microbatches up to which each is examined; beyond, they grow by this fraction
+_FINE = 16  # numbers of microbatches up to which each is examined; beyond, each is larger by 1/16
 _MOST_ORDERED = 4  # pipeline ranks up to which all orders of two classes are examined
 _ROUNDING = 1e-9
 
@@ -76,7 +76,8 @@ class PipelineSupply:
         ``counts``: numbers of microbatches, ascending. ``steps``: lower bounds in seconds on the step of a pipeline,
         shape ``[counts, stages + 1]``, by its number of microbatches and its number of fast stages.
         """
-        ends = np.append(np.array(counts[1:], dtype=np.float64) - 1, self.num_microbatches)  # the most up to the next
+        # a step may be as short as that of counts[i] with up to counts[i + 1] - 1 microbatches
+        ends = np.append(np.array(counts[1:], dtype=np.float64) - 1, self.num_microbatches)
         steps = np.maximum.accumulate(steps, axis=0)
         times = np.unique(steps[np.isfinite(steps)])
         low, high = 0, len(times)
@@ -92,8 +93,8 @@ class PipelineSupply:
 
     def _can_run(self, most: Vector) -> bool:
         """Return whether the pipelines can run all microbatches, if one with ``n`` fast stages can run at most
-        ``most[n]``; minus infinity if it cannot run any. Numbers of pipelines of each kind need not be whole: with two
-        conditions, a mixture of two kinds is best."""
+        ``most[n]``; minus infinity if it cannot run any. The numbers of pipelines and of fast groups are given. Numbers
+        of pipelines of each kind need not be whole, so a mixture of at most two kinds is best."""
         mean = self.fast_groups / self.pipelines
         kinds = [n for n in range(len(most)) if np.isfinite(most[n]) and n <= self.fast_groups]
         best = max((most[n] for n in kinds if n <= mean), default=-np.inf)
@@ -137,8 +138,9 @@ class MixedClusterBound:
             return 0.0
         supply, least = self._count_pipelines(candidate, classes.num_fast), cutoff_s
         for machine in classes.fast.list_distinct_placements(candidate):
-            bound = self._bound_on_placement(candidate, supply, machine, cutoff_s)
-            least = min(least, bound)
+            if len(machine.distinct_pipelines) > 1:  # the bounds are of one kind of replica
+                return 0.0
+            least = min(least, self._bound_on_placement(candidate, supply, machine, cutoff_s))
         return least
 
     @cached_property
@@ -151,7 +153,11 @@ class MixedClusterBound:
         types = [topology.paced_type(*pace) for pace in paces]
         fastest = max(range(len(paces)), key=lambda n: (types[n].peak_of(precision), types[n].memory_bandwidth))
         fast, rest = (
-            UniformClusters(self._evaluator, [pace for n, pace in enumerate(paces) if (n == fastest) == is_fast])
+            UniformClusters(
+                self._evaluator,
+                [pace for n, pace in enumerate(paces) if (n == fastest) == is_fast],
+                equal_nodes=True,
+            )
             for is_fast in (True, False)
         )
         return DeviceClasses(fast, rest, int((of_device == fastest).sum()))
@@ -171,14 +177,15 @@ class MixedClusterBound:
         self, candidate: MeshCandidate, supply: PipelineSupply, machine: PlacedMesh, cutoff_s: float
     ) -> float:
         """Return a lower bound in seconds on every plan of ``candidate`` whose ranks have links no better than on the
-        placement ``machine``, for every assignment of device types to them; at most ``cutoff_s``. ``supply``: the
+        placement ``machine``, where all replicas are equal, for every assignment of device types to the ranks; at most
+        ``cutoff_s``. ``supply``: the
         pipelines that it has. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         assert self._classes is not None
         fast, rest, _ = self._classes
         number = next(n for n, topology in enumerate(fast.topologies) if topology is machine.topology)
         slow = PlacedMesh(rest.topologies[number], candidate.grid, machine.precision, machine.devices)
-        bound = _StepBounds(candidate, cutoff_s, ((fast, machine), (rest, slow)))
+        bound = _StepBounds(candidate, cutoff_s, supply.fast_groups, ((fast, machine), (rest, slow)))
         counts, rows = list[int](), list[Vector]()
         for count in supply.list_counts():
             counts.append(count)
@@ -199,15 +206,19 @@ Delays = tuple[Sequence[Table], Sequence[Table]]
 @dataclass
 class _StepBounds:
     """Computes lower bounds on the step of one pipeline of ``candidate`` by its number of stages on fast devices.
-    ``cutoff_s``: bounds of at least so many seconds are infinite. ``classes``: for the fast devices, then for the
+    ``cutoff_s``: bounds of at least so many seconds are infinite. ``most_fast``: the number of fast stages that the
+    cluster has. ``classes``: for the fast devices, then for the
     others: clusters of such devices, and a placement on one of them. ``candidate``: mesh sizes, microbatch size,
     schedule and ZeRO stage.
     """
 
     candidate: MeshCandidate
     cutoff_s: float
+    most_fast: int
     classes: tuple[tuple[UniformClusters, PlacedMesh], tuple[UniformClusters, PlacedMesh]]
-    _priced: dict[bool, list[tuple[StageProblem, float]]] = field(default_factory=dict)  # by whether there are several
+    _priced: dict[bool, list[tuple[StageProblem, float]]] = field(
+        default_factory=dict
+    )  # by whether there is more than one microbatch
     _runs: dict[Hashable, tuple[StageRuns, StageRuns]] = field(default_factory=dict)
 
     def bound_steps(self, count: int, delays: Delays = ((), ())) -> Vector:
@@ -259,6 +270,9 @@ class _StepBounds:
         )
         update_s, ranks = min(one_s, other_s), virtual_ranks(self.candidate, train=True)
         for order in product((one, other), repeat=self.candidate.pp):
+            number = sum(problem is one for problem in order)
+            if number > self.most_fast:
+                continue
             of_stage = [order[rank] for rank in ranks]
             mixed = replace(
                 one,
@@ -270,7 +284,6 @@ class _StepBounds:
                 seconds = split_of(mixed, self.candidate, cutoff_s=self.cutoff_s - update_s).lower_bound_s + update_s
             except CapacityError:  # some cut may fit although none was found
                 seconds = 0.0
-            number = sum(problem is one for problem in order)
             found[number] = min(found[number], seconds)
         return np.where(found < self.cutoff_s, found, math.inf)
 

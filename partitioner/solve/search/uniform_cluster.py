@@ -39,13 +39,15 @@ DevicePace = tuple[str, float]  # name of a device type, and the factor of a dev
 _MOST = 30  # with more orders of nodes, a single cluster stands for all
 
 
-def list_uniform_clusters(topology: Topology, paces: Collection[DevicePace] | None = None) -> list[Topology]:
+def list_uniform_clusters(
+    topology: Topology, paces: Collection[DevicePace] | None = None, *, equal_nodes: bool = False
+) -> list[Topology]:
     """Return copies of ``topology`` in which all devices are as good as the best one, on which lower bounds can be
     computed quickly. Nodes keep their network bandwidths: there is one copy for each order of these. If there are too
     many orders, return one copy in which every node has the second-best bandwidth.
 
     ``paces``: pairs (device type, speed factor); all devices are then as good as the best one of these. ``None``: of
-    all devices.
+    all devices. ``equal_nodes``: return one copy in which every node has the second-best bandwidth in any case.
 
     The list is empty if nodes have different numbers of devices or network cards, or if single pairs of devices or
     kinds of nodes have links of their own.
@@ -70,7 +72,7 @@ def list_uniform_clusters(topology: Topology, paces: Collection[DevicePace] | No
         nics=one.nics,
     )
     shares = _find_node_bandwidth_shares(topology)
-    if _num_orders(shares) > _MOST or any((level.nodes or 1) > 1 for level in levels):
+    if equal_nodes or _num_orders(shares) > _MOST or any((level.nodes or 1) > 1 for level in levels):
         shares = [sorted(shares)[-min(2, len(shares))]] * len(shares)
     return [
         Topology(
@@ -125,10 +127,18 @@ class UniformClusters:
     """Copies of the user's cluster in which all devices are equal, and the placements (assignments of ranks to devices)
     that can be optimal on them. ``evaluator``: plans candidates on the real cluster. ``paces``: all devices are as good
     as the best one of these pairs (device type, speed factor); ``None``: as the best device of the cluster.
+    ``equal_nodes``: whether all nodes have equal networks, as good as the second-best node's, so that replicas are
+    equal.
     """
 
-    def __init__(self, evaluator: CandidateEvaluator, paces: Collection[DevicePace] | None = None) -> None:
-        self._evaluator, self._paces = evaluator, paces
+    def __init__(
+        self,
+        evaluator: CandidateEvaluator,
+        paces: Collection[DevicePace] | None = None,
+        *,
+        equal_nodes: bool = False,
+    ) -> None:
+        self._evaluator, self._paces, self._equal_nodes = evaluator, paces, equal_nodes
         self._costs: dict[SameObject[CallCostCache], CallCostCache] = {}  # by the evaluator's own costs
         self._machines: dict[tuple[int, ...], list[PlacedMesh]] = {}
         self._jobs: dict[int, Job] = {}  # by global batch
@@ -145,7 +155,7 @@ class UniformClusters:
         job = self._evaluator.job
         if job.constraints.offload or self._evaluator.placements.in_order:  # hosts stay different
             return []
-        return list_uniform_clusters(job.topology, self._paces)
+        return list_uniform_clusters(job.topology, self._paces, equal_nodes=self._equal_nodes)
 
     @cached_property
     def _level_sizes(self) -> tuple[int, ...]:
@@ -203,9 +213,8 @@ class UniformClusters:
         sizes = tuple(candidate.grid.get(axis, 1) for axis in AXES)
         nested = all_nestings(sizes, self._level_sizes)
         first, precision = self.topologies[0], self._evaluator.job.precision
-        for devices in list_arrangements(
-            first, candidate.grid
-        ):  # further placements that are tried on the real cluster
+        # further placements that are tried on the real cluster; where nodes are equal, none is better
+        for devices in () if self._equal_nodes else list_arrangements(first, candidate.grid):
             yield PlacedMesh(first, candidate.grid, precision, devices)
         for topology in self.topologies:
             for devices in nested:

@@ -265,11 +265,10 @@ def bound_steps_by_class(
     for every order of the stages and every cut of the block calls (such as layers) into stages. An entry is infinite if
     such a step takes at least ``within_s`` seconds, or if no cut fits in memory.
 
-    ``classes``: both have the same calls, schedule and number of stages. ``num_microbatches``: of a step; at least as
-    many may be in flight as in the problems of ``classes``. ``delays``: for each class and each stage, a table of lower
-    bounds on the seconds from its last backward to the end of its reductions, whose entry ``[start, stop]`` is for the
-    calls ``start:stop``; empty if they are not to be counted.
-    """
+    ``classes``: both have the same calls, schedule and number of stages. ``num_microbatches``: of a step; the problems
+    of ``classes`` may have fewer microbatches in flight, but not more. ``delays``: for each class and each stage, a
+    table of lower bounds on the seconds from its last backward to the end of its reductions, whose entry ``[start,
+    stop]`` is for the calls ``start:stop``; empty if they are not to be counted."""
     one, other = (runs.with_microbatches(num_microbatches) for runs in classes)
     num_stages, size = one.problem.num_stages, len(one.problem.calls) + 1
     fastest = np.minimum(one.passed[0], other.passed[0]), np.minimum(one.passed[1], other.passed[1])
@@ -294,10 +293,9 @@ def bound_steps_by_class(
 class OtherStageTimes(NamedTuple):
     """Cumulative seconds of one microbatch in the block calls (such as layers) before each index, four arrays of shape
     ``[calls + 1]``. ``ahead`` (forward) and ``back`` (backward for inputs; the whole backward if the schedule does not
-    split it) are lower bounds on the stages in front of a stage, ``through`` is one on their sum on the stages behind.
-    They take the fastest device of any of these stages for each call. ``weights`` (backward for weights) is on the
-    devices of the stage itself.
-    """
+    split it) are lower bounds for the stages in front of a stage. ``through`` is a lower bound for the stages behind
+    it, forward plus backward. They take the fastest device of any of these stages for each call. ``weights`` (backward
+    for weights) is on the devices of the stage itself."""
 
     ahead: Vector
     back: Vector

@@ -667,6 +667,30 @@ def test_bounds_of_layouts_say_what_they_do_not_cover(plan: Plan):
     assert words not in told.why_not(pp=2, schedule="gpipe").lines
 
 
+def test_a_layout_that_was_tried_counts_with_its_bound(plan: Plan):
+    """One layout with pp=2 was tried and takes 1.8 s, but other placements of it only take 1.1 s or more. Another one
+    takes 1.5 s or more. So 1.1 s is the bound of both, and neither answer may say more."""
+    mesh = {"pp": 2, "dp": 1, "cp": 1, "tp": 8, "ep": 1}
+    row = plan.certificate.candidates[2].model_copy(update={"mesh": mesh})
+    tried = row.model_copy(update={"status": "solved", "step_time": 1.8, "bound": 1.1, "microbatch_size": 2})
+
+    def ask(*rows: Candidate) -> list[str]:
+        certificate = plan.certificate.model_copy(update={"candidates": (plan.chosen, *rows), "baselines": ()})
+        return list(plan.model_copy(update={"certificate": certificate}).why_not(pp=2).lines)
+
+    assert ask(row.model_copy(update={"bound": 1.5}), tried)[0].startswith(
+        "Every plan with pp=2 that the proof covers takes 1.1 s or more"
+    )
+    alone = ask(tried)
+    assert alone[0].startswith("The best plan found with pp=2")
+    assert any(
+        line.startswith("A faster one is not ruled out: the lower bound of these plans is 1.1 s") for line in alone
+    )
+    proven = ask(tried.model_copy(update={"bound": 1.8}))
+    assert proven[0].startswith("The best plan with pp=2")
+    assert not any("not ruled out" in line for line in proven)
+
+
 def test_answers_know_the_baselines_that_were_tried(plan: Plan):
     """The best of ZeRO-3 is a baseline of 1.4 s, and its row only a bound of 1.3 s: the answer is from both."""
     row = plan.certificate.candidates[1].model_copy(

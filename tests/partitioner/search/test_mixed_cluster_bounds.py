@@ -10,13 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from partitioner import Constraints
 from partitioner.candidate import MeshCandidate
 from partitioner.passes.errors import PartitionError
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
+from partitioner.solve.evaluate.job import Job
 from partitioner.solve.search.mixed_cluster import MixedClusterBound, PipelineSupply
 from partitioner.solve.search.search import search_for_plan
 from partitioner.topology import Topology, loads
-from tests.helpers.placement_jobs import clusters, described, job, times_of_all
+from tests.helpers.placement_jobs import clusters, described, job, small_model, times_of_all
 
 MESHES = [(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 4, 1), (1, 2, 2), (1, 1, 4)]
 SCHEDULES = [("1f1b", 1), ("zb-1p", 1), ("gpipe", 1), ("interleaved", 2), ("zb-v", 2)]
@@ -59,6 +61,17 @@ def test_no_placement_takes_less(
     except PartitionError:
         pytest.fail("a candidate that has a plan is called infeasible")
     assert bound <= min(times) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("bandwidth", "share"), [(50.0, 0.1), (100.0, 0.3)])
+def test_a_replica_with_good_links_is_not_bounded_by_the_links_of_another(bandwidth: float, share: float):
+    """Two nodes have slow networks. Tensor parallelism crosses nodes, and takes most of the step."""
+    nodes = {"kinds": ["h100-sxm"] * 2 + ["a100-80gb"] * 2, "per_node": 1, "memory": [80] * 4, "speed": [1.0] * 4}
+    cluster = described(nodes | {"network": [1.0, 1.0, share, share], "bandwidth": bandwidth})
+    model, by_sample = small_model(16, 8192)
+    work = Job(model, by_sample, 16, cluster, Constraints(), True, "adamw", "bf16")
+    candidate = MeshCandidate(1, 2, 2, 1)
+    assert 0 < least(work, candidate) <= min(times_of_all(work, candidate)) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,10 @@ def stage_levels(
             start = span.end - span.work
             if start > span.start:
                 levels.append(MemoryLevel(span.start, start, {**fixed, **moving_sizes(before, 0)}))
-            for moment, begin, end in _yield_memory_intervals(span, moments, durations, facts, stage):
+            intervals = list(_yield_memory_intervals(span, moments, durations, facts, stage))
+            if not intervals:  # such as sums over the batch, before the pipeline starts
+                levels.append(MemoryLevel(start, span.end, {**fixed, **moving_sizes(before, 0)}))
+            for moment, begin, end in intervals:
                 working = _get_working_bytes(plan, durations, stage, moment)
                 levels.append(MemoryLevel(begin, end, {**fixed, **moving_sizes(moment, working)}))
             before = after

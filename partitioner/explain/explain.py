@@ -55,7 +55,7 @@ from partitioner.plans.figures import (
     share_of_usable,
     waiting_shares,
 )
-from partitioner.plans.mesh_axes import axis_text
+from partitioner.plans.mesh_axes import axis_text, devices_text
 from partitioner.plans.outline import Outline, outline_program
 from partitioner.runtime.family.data import BatchPadding
 from partitioner.runtime.program.program import list_updated_states
@@ -470,6 +470,8 @@ def _explain_partition(plan: Plan, whole: Outline | None) -> Iterator[Renderable
     if over:  # the other axes divide samples, stages and experts: all of the work
         divided = format_percent(plan.shares.matmul_sharded)
         yield format_text_line(f"{divided} of the matrix-multiply work is divided over {' and '.join(over)}")
+    if devices := devices_text(plan):
+        yield format_text_line(f"devices: {devices}")
     if links := axis_text(plan):
         yield format_text_line(f"links: {links}")
     microbatches = format_plural(plan.num_microbatches, "microbatch", "microbatches")

@@ -35,7 +35,7 @@ from partitioner.plans.figures import (
     schedule_text,
     share_of_usable,
 )
-from partitioner.plans.mesh_axes import axis_text, level_rates
+from partitioner.plans.mesh_axes import axis_text, devices_text, level_rates
 from partitioner.plans.outline import Outline
 from partitioner.runtime.program.mesh import hybrid_mesh
 from partitioner.runtime.program.program import Program, StateData
@@ -333,6 +333,7 @@ def build_figure_grid(plan: Plan, time: str) -> Padding:
         ("planned, not executed", f"{', '.join(plan.planned_only)}: figures only" if plan.planned_only else ""),
         ("execution profile", plan.profile.name if plan.profile.differences else ""),
         ("mesh", f"{mesh_text(plan.mesh)} ({format_plural(plan.world_size, 'rank')}) on {plan.topology.name}"),
+        ("devices", devices_text(plan)),
         ("links", axis_text(plan)),
         ("bandwidth", bandwidth_text(plan)),
         ("microbatches", f"{microbatches_text(plan)}{samples}"),

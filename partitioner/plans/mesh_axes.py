@@ -20,7 +20,7 @@ from partitioner.topology.group import Group
 from partitioner.topology.groups import expert_grid, rank_grid, row_groups, stage_links
 from partitioner.topology.hardware import Level
 from partitioner.topology.topology import Topology
-from partitioner.units import format_digits, format_plural, seconds_text
+from partitioner.units import format_digits, format_plural, format_ranges, seconds_text
 
 if TYPE_CHECKING:
     from partitioner.plan import Plan
@@ -57,6 +57,25 @@ def axis_text(plan: Plan) -> str:
             few = f"{nodes.min()} to " if nodes.min() < nodes.max() else ""
             said.append(f"{axis} over {links} ({few}{format_plural(int(nodes.max()), 'node')})")
     return ", ".join(reversed(said))
+
+
+def devices_text(plan: Plan) -> str:
+    """Return a text on the device types of the ranks of ``plan``, such as ``stages 0–3 on h100-sxm; stages 4–7 on
+    a100-80gb``, or ``ranks 0–7 on h100-sxm; ranks 8–15 on a100-80gb`` without a pipeline. A device of reduced speed is
+    named with its speed factor. Empty if all ranks have equal devices.
+    """
+    kinds = [(plan.topology.devices[device].kind, plan.topology.devices[device].speed) for device in plan.devices]
+    if len(set(kinds)) == 1:
+        return ""
+    noun, parts = ("stage", plan.num_stages) if plan.num_stages > 1 else ("rank", plan.world_size)
+    each, used = plan.world_size // parts, dict[tuple[tuple[str, float], ...], list[int]]()
+    for part in range(parts):
+        used.setdefault(tuple(dict.fromkeys(sorted(kinds[part * each : (part + 1) * each]))), []).append(part)
+    return "; ".join(
+        f"{noun if len(numbers) == 1 else f'{noun}s'} {format_ranges(numbers)} on "
+        + " and ".join(kind if speed == 1 else f"{kind} at {speed:g} of its speed" for kind, speed in of_part)
+        for of_part, numbers in used.items()
+    )
 
 
 def link_rows(topology: Topology) -> list[tuple[str, str, str, str]]:

@@ -332,12 +332,13 @@ def chunk_starts(stage: Stage) -> list[int]:
     block calls (such as layers), in increasing order.
     """
     starts: set[int] = set()
+    first = [i for i in stage.instructions if i.microbatch == 0]
+    # a forward is of a whole virtual stage, or of one call of it
+    is_whole = any(i.op == "F" and i.calls and i.calls[1] - i.calls[0] > 1 for i in first)
     fresh = True
-    for instruction in stage.instructions:
-        if instruction.microbatch != 0:
-            continue
+    for instruction in first:
         if instruction.op == "F" and instruction.calls:
-            if fresh:
+            if fresh or is_whole:
                 starts.add(instruction.calls[0])
             fresh = False
         elif instruction.op in ("RECV_F", "SEND_F", "B", "I"):

@@ -309,6 +309,14 @@ def test_inference_calls_of_their_own_are_one_chunk():
     assert chunk_starts(stage.model_copy(update={"instructions": steps})) == [0]
 
 
+def test_the_turning_stage_of_a_v_schedule_has_two_virtual_stages():
+    """The last rank runs its second virtual stage right after its first, with no message between."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(8)))
+    pins = Constraints(pp=2, schedule="zb-v", microbatch_size=2)
+    plan = partition(model, Topology.local(2), (torch.zeros(8, 8),), constraints=pins, loss=lambda y: y.square().mean())
+    assert [len(chunk_starts(stage)) for stage in plan.program.stages] == [2, 2]
+
+
 def test_recomputed_layers_repeat_their_collectives_in_backward():
     def gathers(recompute: bool) -> int:
         group = outline_program(llama(recompute=recompute)).stages[1].groups[1]

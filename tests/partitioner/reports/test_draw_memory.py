@@ -72,6 +72,23 @@ def test_levels_fill_the_step_and_add_up_to_its_peak(plan: Plan):
         assert max(sum(sizes.values()) for sizes in program) == timeline.stages[stage].peak_bytes
 
 
+def test_levels_fill_the_time_of_sums_over_the_batch():
+    """The number of labels of the batch is counted before the pipeline starts; states are held meanwhile."""
+    config = LlamaConfig(
+        num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=2, vocab_size=64, use_cache=False
+    )
+    ids, pins = torch.zeros(4, 8, dtype=torch.int64), Constraints(pp=2, microbatch_size=1)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    told = partition(model, Topology.local(2), {"input_ids": ids, "labels": ids}, constraints=pins)
+    durations, facts = PlanDurations(told), ProgramFacts(told.program)
+    timeline = simulate(told.program, durations, facts=facts)
+    assert any(span.instruction.op == "TOTAL_F" and span.work for lane in timeline.stages for span in lane.spans)
+    for levels in stage_levels(told, timeline, durations, facts):
+        assert levels[0].start == 0.0
+        assert all(two.start == pytest.approx(one.end) for one, two in pairwise(levels))
+
+
 def test_states_are_those_of_the_estimate(plan: Plan):
     facts = ProgramFacts(plan.program)
     for number, stage in enumerate(plan.estimate.stages):

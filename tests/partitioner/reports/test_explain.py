@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import re
 from collections import Counter
@@ -34,6 +35,7 @@ from partitioner.runtime.program.program import Program
 from partitioner.simulate.program_time import plan_timeline, stage_seconds
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.evaluate.prepared_model import prepare
+from partitioner.topology import loads
 from partitioner.units import (
     bytes_text,
     count_text,
@@ -689,6 +691,24 @@ def test_a_layout_that_was_tried_counts_with_its_bound(plan: Plan):
     proven = ask(tried.model_copy(update={"bound": 1.8}))
     assert proven[0].startswith("The best plan with pp=2")
     assert not any("not ruled out" in line for line in proven)
+
+
+@pytest.mark.parametrize(
+    ("pins", "words"),
+    [
+        ({"pp": 2, "dp": 2}, "stage 0 on h100-sxm; stage 1 on a100-80gb"),
+        ({"pp": 1, "dp": 4}, "ranks 0–1 on h100-sxm; ranks 2–3 on a100-80gb"),
+    ],
+)
+def test_different_devices_are_named_with_their_stages(pins: dict[str, int], words: str):
+    nodes = [{"type": kind, "devices": 2, "count": 1} for kind in ("h100-sxm", "a100-80gb")]
+    levels = [{"like": "nvlink4", "nodes": 1}, {"like": "ib-ndr"}]
+    topology = loads(json.dumps({"nodes": nodes, "levels": levels}))
+    model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), torch.empty(8, 64)
+    fixed = Constraints(**pins, placement="in_order")
+    plan = partition(model, topology, (x,), loss=lambda y: y.sum(), constraints=fixed)
+    assert f"devices {words}" in " ".join(format_summary(plan).split())
+    assert f"devices: {words}" in " ".join(format_explanation(plan).split())
 
 
 def test_answers_know_the_baselines_that_were_tried(plan: Plan):

@@ -57,6 +57,11 @@ def count_text(count: float) -> str:
     return f"{count:,.0f}"
 
 
+def format_flops(count: float) -> str:
+    """Return ``count``, floating-point operations, as text with an SI prefix, such as ``142 G`` for 142,000,000,000."""
+    return count_text(count).replace(" B", " G")
+
+
 def format_percent(share: float) -> str:
     """Return ``share``, a fraction of 1, as a percentage, such as ``45%``. Values below 10 % have one decimal."""
     value = 100 * share

@@ -513,7 +513,8 @@ def _explain_weights(whole: Outline) -> Iterator[RenderableType]:
             yield format_text_line(f"{' + '.join(blocks)}:")
             for way, names in ways.items():
                 yield indent_part(indent_part(Text(f"{way}: {', '.join(names)}")))
-    if any(seen.values()):
+    layouts = {weight.layout for stage in whole.stages for group in stage.groups for weight in group.weights}
+    if layouts - {"R"}:
         yield format_text_line(
             "R: the same on every rank of tp; R': the same, with a gradient that is summed over tp; S0, S1: sharded on "
             "dimension 0, 1. ZeRO's sharding comes on top."

@@ -160,9 +160,11 @@ def _format_paths(groups: Sequence[CallGroup]) -> str:
 
 
 def _name_numbers(noun: str, numbers: Sequence[int]) -> str:
-    """Return ``numbers`` after ``noun``, what they count, as text such as ``layers 0, 3–5``, or ``every 8th of layers
-    0–120`` if their distances are equal. The text is short even for many numbers."""
+    """Return ``numbers`` after ``noun``, the plural of what they count, as text such as ``layers 0, 3–5``, ``layer 7``,
+    or ``every 8th of layers 0–120`` if their distances are equal. The text is short even for many numbers."""
     found = sorted(set(numbers))
+    if len(found) == 1 and noun.endswith("s"):
+        return f"{noun.removesuffix('s')} {found[0]}"
     steps = {after - before for before, after in pairwise(found)}
     if len(found) >= _FEWEST_STEPS and len(steps) == 1 and (step := steps.pop()) > 1:
         ending = "th" if step % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(step % 10, "th")

@@ -24,7 +24,7 @@ from partitioner.passes.rules.strategies import needs_gradient
 from partitioner.plan import Plan
 from partitioner.report.html import Cell, build_table
 from partitioner.simulate.program_time import PlanDurations
-from partitioner.units import bytes_text, count_text, format_percent, seconds_text
+from partitioner.units import bytes_text, format_flops, format_percent, seconds_text
 
 if TYPE_CHECKING:
     from partitioner.passes.ir.model import Block
@@ -149,7 +149,7 @@ def build_operator_table(costs: list[OperatorCost]) -> ET.Element:
                 (ahead, seconds_text(ahead) if ahead else ""),
                 (back, seconds_text(back) if back else ""),
                 (both / total, format_percent(both / total)),
-                (cost.flops, count_text(cost.flops) if cost.flops else ""),
+                (cost.flops, format_flops(cost.flops) if cost.flops else ""),
                 (cost.num_bytes, bytes_text(cost.num_bytes)),
             ]
         )

@@ -230,9 +230,8 @@ def _build_candidates(plan: Plan, left_out: list[str]) -> list[ET.Element]:
     rest = count_left_candidates(plan)
     words = [candidate_counts(plan.certificate)]
     if rest:
-        left = f"{rest:,} candidates without a row: the table has the best {MOST_CANDIDATES:,} at most"
-        left_out.append(f"Of the candidates: {left}.")
-        words.append(f"Left out are {left}.")
+        left_out.append(f"Of the candidates: {rest:,} without a row; the table has the best {MOST_CANDIDATES:,}.")
+        words.append(f"The table has the best {MOST_CANDIDATES:,}; {rest:,} more have no row.")
     choice = build_element(
         "label",
         "Show only rows with ",

@@ -71,8 +71,8 @@ def small_model(batch: int = 8, length: int = 512) -> tuple[FoldedModel, Any]:
     return model, shard_batch(model, batch)
 
 
-def job(topology: Topology, batch: int = 8, **pinned: int) -> Job:
-    model, by_sample = small_model(batch)
+def job(topology: Topology, batch: int = 8, length: int = 512, **pinned: int) -> Job:
+    model, by_sample = small_model(batch, length)
     return Job(model, by_sample, batch, topology, Constraints(**pinned), True, "adamw", "bf16")
 
 
@@ -127,6 +127,21 @@ def clusters(draw: st.DrawFn) -> dict[str, Any]:
         "network": [draw(shares) for _ in range(4 // per_node)],
         "bandwidth": draw(st.sampled_from([1.0, 10.0])),
     }
+
+
+MESHES = [(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 4, 1), (1, 2, 2), (1, 1, 4)]
+SCHEDULES = [("1f1b", 1), ("zb-1p", 1), ("gpipe", 1), ("interleaved", 2), ("zb-v", 2)]
+
+
+@st.composite
+def candidates(draw: st.DrawFn) -> tuple[Job, MeshCandidate]:
+    """A job on a cluster of four devices, and a candidate that takes all of them."""
+    pp, dp, tp = draw(st.sampled_from(MESHES))
+    name, virtual = draw(st.sampled_from(SCHEDULES)) if pp > 1 else ("1f1b", 1)
+    zero, size = draw(st.integers(0, 3)) if dp > 1 else 0, draw(st.sampled_from([1, 2]))
+    candidate = MeshCandidate(pp, dp, tp, size, schedule=name, zero=zero, virtual_stages=virtual)
+    # with long sequences, collectives of activations take most of the step, else those of gradients
+    return job(described(draw(clusters())), length=draw(st.sampled_from([512, 8192]))), candidate
 
 
 def described(cluster: dict[str, Any], order: Sequence[int] | None = None) -> Topology:

@@ -40,6 +40,7 @@ from partitioner.units import (
     bytes_text,
     count_text,
     format_digits,
+    format_flops,
     format_percent,
     format_plural,
     format_ranges,
@@ -342,6 +343,7 @@ def test_parameters_are_counted_once_and_by_rank(plan: Plan):
         (seconds_text(3e-7), "300 ns"),
         (count_text(8_030_261_248), "8.03 B"),
         (count_text(4112), "4,112"),
+        (format_flops(142e9), "142 G"),
         (format_percent(0.0276), "2.8%"),
         (format_percent(0.5), "50%"),
         (format_ranges([0, 1, 2, 5, 7, 8]), "0–2, 5, 7–8"),
@@ -756,6 +758,7 @@ def test_many_different_stages_and_ranges_are_summarised():
     assert told[7:] == ["and 57 more stages with 1 to 3 × layers.* each"]
     assert _name_numbers("layers", range(0, 128, 8)) == "every 8th of layers 0–120"
     assert _name_numbers("layers", [0, 3, 4, 5]) == "layers 0, 3–5"
+    assert _name_numbers("layers", [7]) == "layer 7"
     many = _name_numbers("layers", [k for k in range(128) if k % 4 < 2 or k == 127])
     assert many.endswith("40–41 and 22 more ranges up to 127")
 

@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from partitioner import Constraints
 from partitioner.candidate import MeshCandidate
 from partitioner.passes.errors import PartitionError
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
@@ -18,10 +16,7 @@ from partitioner.solve.evaluate.job import Job
 from partitioner.solve.search.mixed_cluster import MixedClusterBound, PipelineSupply
 from partitioner.solve.search.search import search_for_plan
 from partitioner.topology import Topology, loads
-from tests.helpers.placement_jobs import clusters, described, job, small_model, times_of_all
-
-MESHES = [(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 4, 1), (1, 2, 2), (1, 1, 4)]
-SCHEDULES = [("1f1b", 1), ("zb-1p", 1), ("gpipe", 1), ("interleaved", 2), ("zb-v", 2)]
+from tests.helpers.placement_jobs import candidates, described, job, times_of_all
 
 
 def least(work: Any, candidate: MeshCandidate, cutoff_s: float = math.inf) -> float:
@@ -46,14 +41,9 @@ levels: [{{name: nvlink, like: nvlink3, nodes: 1}}, {{name: network, bandwidth: 
 
 @pytest.mark.slow
 @settings(max_examples=60)
-@given(clusters(), st.sampled_from(MESHES), st.sampled_from(SCHEDULES), st.integers(0, 3), st.sampled_from([1, 2]))
-def test_no_placement_takes_less(
-    cluster: dict[str, Any], mesh: tuple[int, int, int], schedule: tuple[str, int], zero: int, size: int
-):
-    pp, dp, tp = mesh
-    name, virtual = schedule if pp > 1 else ("1f1b", 1)
-    candidate = MeshCandidate(pp, dp, tp, size, schedule=name, zero=zero if dp > 1 else 0, virtual_stages=virtual)
-    work = job(described(cluster))
+@given(candidates())
+def test_no_placement_takes_less(drawn: tuple[Job, MeshCandidate]):
+    work, candidate = drawn
     if not (times := times_of_all(work, candidate)):
         return
     try:
@@ -68,8 +58,7 @@ def test_a_replica_with_good_links_is_not_bounded_by_the_links_of_another(bandwi
     """Two nodes have slow networks. Tensor parallelism crosses nodes, and takes most of the step."""
     nodes = {"kinds": ["h100-sxm"] * 2 + ["a100-80gb"] * 2, "per_node": 1, "memory": [80] * 4, "speed": [1.0] * 4}
     cluster = described(nodes | {"network": [1.0, 1.0, share, share], "bandwidth": bandwidth})
-    model, by_sample = small_model(16, 8192)
-    work = Job(model, by_sample, 16, cluster, Constraints(), True, "adamw", "bf16")
+    work = job(cluster, 16, 8192)
     candidate = MeshCandidate(1, 2, 2, 1)
     assert 0 < least(work, candidate) <= min(times_of_all(work, candidate)) * (1 + 1e-9)
 

@@ -8,22 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from partitioner.candidate import MeshCandidate
 from partitioner.passes.errors import PartitionError
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
+from partitioner.solve.evaluate.job import Job
 from partitioner.solve.search.bound_steps import BoundCascade
 from partitioner.solve.search.search import search_for_plan
 from partitioner.solve.search.space import build_search_space
 from partitioner.solve.search.uniform_cluster import BEST, UniformClusterBound, list_uniform_clusters
 from partitioner.solve.stages.split import SLACK
 from partitioner.topology import loads
-from tests.helpers.placement_jobs import clusters, described, grid, job, times_of_all
-
-MESHES = [(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 4, 1), (1, 2, 2), (1, 1, 4)]
-SCHEDULES = [("1f1b", 1), ("zb-1p", 1), ("gpipe", 1), ("interleaved", 2), ("zb-v", 2)]
+from tests.helpers.placement_jobs import candidates, grid, job, times_of_all
 
 
 def bounds_of(work: Any, candidate: MeshCandidate) -> tuple[float, float]:
@@ -37,14 +34,9 @@ def bounds_of(work: Any, candidate: MeshCandidate) -> tuple[float, float]:
 
 @pytest.mark.slow
 @settings(max_examples=25)
-@given(clusters(), st.sampled_from(MESHES), st.sampled_from(SCHEDULES), st.integers(0, 3), st.sampled_from([1, 2]))
-def test_no_placement_takes_less(
-    cluster: dict[str, Any], mesh: tuple[int, int, int], schedule: tuple[str, int], zero: int, size: int
-):
-    pp, dp, tp = mesh
-    name, virtual = schedule if pp > 1 else ("1f1b", 1)
-    candidate = MeshCandidate(pp, dp, tp, size, schedule=name, zero=zero if dp > 1 else 0, virtual_stages=virtual)
-    work = job(described(cluster))
+@given(candidates())
+def test_no_placement_takes_less(drawn: tuple[Job, MeshCandidate]):
+    work, candidate = drawn
     times = times_of_all(work, candidate)
     if not times:
         return

@@ -1,8 +1,8 @@
 """Record the operators that a function runs, forward and backward, as a graph.
 
 ``make_fx`` of torch does the same for more functions: it also traces symbolic sizes, operators that write to their
-operands, and constants. A block's graph has none of these in most cases, and most of its time is spent on them: the
-recorder here takes half of the time. Where it meets one, it gives up, and ``make_fx`` traces the function.
+operands, and constants. Most blocks have none of these. The recorder leaves them out and takes half of the time of
+``make_fx``. If a function has one of them, ``make_fx`` traces it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
-
-Results = tuple[list[Tensor], list[Tensor | None]]  # of a traced function: outputs, and gradients (``None`` for zero)
 
 # Operators that read properties of a tensor; they are not recorded.
 _QUERIES = frozenset(
@@ -109,7 +107,8 @@ class _OperatorRecorder(TorchDispatchMode):
             node.meta["val"] = result
             for place, each in enumerate(result):
                 part = self.graph.call_function(operator.getitem, (node, place))
-                part.meta.update({name: node.meta[name] for name in ("custom",) if name in node.meta})
+                if "custom" in node.meta:
+                    part.meta["custom"] = node.meta["custom"]
                 if each is not None:
                     self._track_result(each, part)
         else:

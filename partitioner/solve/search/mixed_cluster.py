@@ -178,8 +178,8 @@ class MixedClusterBound:
     ) -> float:
         """Return a lower bound in seconds on every plan of ``candidate`` whose ranks have links no better than on the
         placement ``machine``, where all replicas are equal, for every assignment of device types to the ranks; at most
-        ``cutoff_s``. ``supply``: the
-        pipelines that it has. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        ``cutoff_s``. ``supply``: the pipelines that ``candidate`` has. ``candidate``: mesh sizes, microbatch size,
+        schedule and ZeRO stage.
         """
         assert self._classes is not None
         fast, rest, _ = self._classes
@@ -206,19 +206,18 @@ Delays = tuple[Sequence[Table], Sequence[Table]]
 @dataclass
 class _StepBounds:
     """Computes lower bounds on the step of one pipeline of ``candidate`` by its number of stages on fast devices.
-    ``cutoff_s``: bounds of at least so many seconds are infinite. ``most_fast``: the number of fast stages that the
-    cluster has. ``classes``: for the fast devices, then for the
-    others: clusters of such devices, and a placement on one of them. ``candidate``: mesh sizes, microbatch size,
-    schedule and ZeRO stage.
+    ``cutoff_s``: bounds of at least so many seconds are infinite. ``most_fast``: the most fast stages that a pipeline
+    can have. ``classes``: for the fast devices, then for the others: clusters of such devices, and a placement on one
+    of them. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
     """
 
     candidate: MeshCandidate
     cutoff_s: float
     most_fast: int
     classes: tuple[tuple[UniformClusters, PlacedMesh], tuple[UniformClusters, PlacedMesh]]
-    _priced: dict[bool, list[tuple[StageProblem, float]]] = field(
-        default_factory=dict
-    )  # by whether there is more than one microbatch
+    # by whether there is more than one microbatch
+    _priced: dict[bool, list[tuple[StageProblem, float]]] = field(default_factory=dict)
+    # by the numbers of microbatches in flight
     _runs: dict[Hashable, tuple[StageRuns, StageRuns]] = field(default_factory=dict)
 
     def bound_steps(self, count: int, delays: Delays = ((), ())) -> Vector:

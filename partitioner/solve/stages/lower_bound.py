@@ -199,7 +199,8 @@ def _price_runs(tables: StageTables, start: Places, stop: Places) -> Table:
     return times
 
 
-Passed = tuple[Vector, Vector]  # cumulative forward and backward seconds of a microbatch before each call
+# forward and backward seconds of a microbatch in all block calls (such as layers) before each call
+CumulativeSeconds = tuple[Vector, Vector]
 
 
 class StageRuns:
@@ -218,9 +219,11 @@ class StageRuns:
         self.ends = self.stop[self.firsts]
         self._times = _price_runs(self._tables, self.start, self.stop) if len(start) else None
         self._own = _bound_other_stages(problem, problem.pace(0))  # all stages have equal devices
-        self.passed: Passed = self._own.ahead, self._own.back
+        self.cumulative: CumulativeSeconds = self._own.ahead, self._own.back
 
-    def bound_steps(self, stage: int, front: Passed, behind: Passed, delay: tuple[Table | None, float]) -> Vector:
+    def bound_steps(
+        self, stage: int, front: CumulativeSeconds, behind: CumulativeSeconds, delay: tuple[Table | None, float]
+    ) -> Vector:
         """Return lower bounds in seconds on the step if the stage with index ``stage`` runs one of the sequences of
         calls, shape ``[sequences]``.
 
@@ -271,7 +274,7 @@ def bound_steps_by_class(
     stop]`` is for the calls ``start:stop``; empty if they are not to be counted."""
     one, other = (runs.with_microbatches(num_microbatches) for runs in classes)
     num_stages, size = one.problem.num_stages, len(one.problem.calls) + 1
-    fastest = np.minimum(one.passed[0], other.passed[0]), np.minimum(one.passed[1], other.passed[1])
+    fastest = np.minimum(one.cumulative[0], other.cumulative[0]), np.minimum(one.cumulative[1], other.cumulative[1])
     first_delay_s = min(one.find_first_delay(delays[0]), other.find_first_delay(delays[1]))
     reached = {0: np.where(np.arange(size) == 0, 0.0, np.inf)}  # stages of the first class -> least step up to a call
     for stage in range(num_stages):
@@ -279,7 +282,9 @@ def bound_steps_by_class(
         for runs, of, is_first in zip((one, other), delays, (1, 0), strict=True):
             delay = of[stage] if of else None, first_delay_s
             # the stages in front are all of the second class, or of either
-            slow_ahead, mixed = (runs.bound_steps(stage, front, fastest, delay) for front in (other.passed, fastest))
+            slow_ahead, mixed = (
+                runs.bound_steps(stage, front, fastest, delay) for front in (other.cumulative, fastest)
+            )
             for number, before in reached.items():
                 values = np.maximum(before[runs.start], mixed if number else slow_ahead)
                 least = _least_by_stop(values, runs.firsts, runs.ends, size)

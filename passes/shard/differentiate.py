@@ -268,7 +268,7 @@ def build_joint_graph(
         tangents = [_make_empty_tensor(n.meta["val"], device) for n in block.outputs]
         graph = trace_function(joint, primals, tangents, symbolic=sizes is not None)
         if any(map(_is_mutating_node, graph.nodes)):
-            graph = _functionalize_graph(graph, [*primals, *tangents])
+            graph = _functionalize_graph(graph, [*primals, *tangents], symbolic=sizes is not None)
     if sizes is not None:
         _make_sizes_static(graph)
     _simplify_views(graph)
@@ -297,16 +297,16 @@ def _is_mutating_node(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _functionalize_graph(graph: fx.Graph, arguments: list[Tensor]) -> fx.Graph:
+def _functionalize_graph(graph: fx.Graph, arguments: list[Tensor], *, symbolic: bool) -> fx.Graph:
     """Return a graph that computes what ``graph`` computes, with no operator that writes to its operands.
-    ``arguments``: tensors of the shapes and dtypes of its inputs."""
+    ``arguments``: tensors of the shapes and dtypes of its inputs. ``symbolic``: whether sizes may be symbolic."""
     traced = fx.GraphModule(torch.nn.Module(), graph)
 
     def run(*flat: Tensor) -> list[Tensor | None]:
         interpreter = fx.Interpreter(traced)
         return list(interpreter.run(*flat, enable_io_processing=False))
 
-    return trace_function(torch.func.functionalize(run, remove="mutations"), *arguments)
+    return trace_function(torch.func.functionalize(run, remove="mutations"), *arguments, symbolic=symbolic)
 
 
 def _make_empty_tensor(value: Tensor, device: torch.device) -> Tensor:

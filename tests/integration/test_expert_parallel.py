@@ -65,6 +65,7 @@ def check(family: str, mesh: str, routing: str) -> None:
     assert report.ok, str(report)
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize(("family", "mesh", "routing"), FIRST)
 def test_equal_to_the_model(family: str, mesh: str, routing: str):
     check(family, mesh, routing)

@@ -123,3 +123,22 @@ def test_what_derivatives_write_into_is_not_lost(pool: Any) -> None:
     torch.testing.assert_close(found, expected.detach())
     (gradient,) = parts.backward.module(*saved, seed)
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, value, seed)[0])
+
+
+def test_derivatives_of_routed_rows_that_write_into_a_buffer() -> None:
+    """How many rows a rank receives is a symbolic size; the derivative of clamp combines two conditions in place."""
+    graph = fx.Graph()
+    x, keys = placeholder(graph, "x", 6, 4), placeholder(graph, "keys", 6)
+    keys.meta["val"] = torch.empty(6, dtype=torch.int64, device="meta")
+    routed = insert_operator_node(graph, ops.route.default, (keys, 4, "ep", 2), like=keys)
+    routes = [insert_operator_node(graph, operator.getitem, (routed, place), like=keys) for place in range(3)]
+    rows = insert_operator_node(graph, ops.dispatch.default, (x, *routes, "ep", 2), like=x)
+    rows = insert_operator_node(graph, aten.clamp.default, (rows, -1.0, 1.0), like=x)
+    mean = insert_operator_node(graph, aten.mean.dim, (rows, [1], True), like=x)  # its derivative takes the size
+    rows = insert_operator_node(graph, aten.sub.Tensor, (rows, mean), like=x)
+    graph.output((insert_operator_node(graph, ops.combine.default, (rows, *routes, "ep", 2), like=x),))
+    parts = differentiate(Block("experts", graph, (), ("x", "keys")), CPU, [True, False], [], [True])
+    nodes = [n for p in (parts.forward, parts.backward, parts.backward_input) for n in p.graph.nodes]
+    assert not any(n.target._schema.is_mutable for n in nodes if isinstance(n.target, torch._ops.OpOverload))
+    assert aten.logical_and.default in {n.target for n in parts.backward.graph.nodes}
+    assert [u.op for u in list_collectives(parts.backward.graph)] == ["dispatch", "combine"]

@@ -3,7 +3,7 @@ with its collectives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -29,6 +29,7 @@ from partitioner.cost.call.saved_activations import SavedBytes, carried_bytes, f
 from partitioner.cost.call.zero3_gathers import (
     NONE_GATHERED,
     GatheredBytes,
+    HiddenCollectives,
     copy_seconds,
     gather_seconds,
     gathered_bytes,
@@ -80,6 +81,8 @@ class CallCost:
       with weights are in fp8 because this is faster.
     - ``forward_only_s``: the part of the forward that full recomputation does not add to backward, because backward
       already contains it (selective recomputation, waits for gathered weights).
+    - ``hidden``: its ZeRO-3 collectives, which run while neighbouring calls compute, and the waits for collectives that
+      the seconds of this cost contain; ``None`` if it has none.
     """
 
     forward_s: float = 0.0
@@ -106,6 +109,7 @@ class CallCost:
     slim: CallCost | None = None
     pieces: PieceCounts = WHOLE
     fp8: bool = False
+    hidden: HiddenCollectives | None = None
 
     def paced(self, factor: float) -> CallCost:
         """Return this cost of a block call (such as a layer) with all seconds multiplied by ``factor``; bytes and FLOPs
@@ -122,6 +126,7 @@ class CallCost:
             backward_comm_s=self.backward_comm_s * factor,
             selective_s=self.selective_s * factor,
             forward_only_s=self.forward_only_s * factor,
+            hidden=self.hidden and self.hidden.paced(factor),
             slim=self.slim and self.slim.paced(factor),
         )
 
@@ -132,6 +137,26 @@ class CallCost:
         """
         back, inputs = max(self.backward_s, backward_s), max(self.backward_s - self.later_s, backward_s / 2)
         return replace(self, forward_s=max(self.forward_s, forward_s), backward_s=back, weights_s=back - inputs)
+
+    def hide(self, ahead_s: float, back_s: float) -> CallCost:
+        """Return this cost of a block call (such as a layer) with the waits that it has if ZeRO-3 collectives of
+        ``ahead_s`` seconds run during its forward, and of ``back_s`` seconds during its backward."""
+        old = self.hidden
+        if old is None:
+            return self
+        new = old.wait((self.forward_total_s - old.forward_s, self.backward_total_s - old.backward_s), ahead_s, back_s)
+        ahead_comm_s = self.forward_comm_s + new.forward_s - old.forward_s
+        back_comm_s = self.backward_comm_s + new.backward_s - old.backward_s
+        return replace(
+            self,
+            forward_s=self.forward_s + min(0.0, ahead_comm_s),  # in a bound, these seconds contain the waits
+            backward_s=self.backward_s + min(0.0, back_comm_s),
+            forward_comm_s=max(0.0, ahead_comm_s),
+            backward_comm_s=max(0.0, back_comm_s),
+            forward_only_s=self.forward_only_s + new.once_s - old.once_s,
+            hidden=new,
+            slim=self.slim and self.slim.hide(ahead_s, back_s),
+        )
 
     def selective(self) -> CallCost:
         """Return this cost of a block call (such as a layer) as it is under selective recomputation, in which backward
@@ -192,6 +217,48 @@ def call_costs(
     ``spread``: how expert parallelism and ZeRO-3 distribute the call over ranks.
     """
     return CallWork(block, train).cost(device, groups, spread)
+
+
+def hide_neighbours(costs: Sequence[CallCost], *, repeated: bool) -> list[CallCost]:
+    """Return ``costs``, those of consecutive block calls (such as layers), with the waits for ZeRO-3 collectives that
+    the calls have in this order. The weights of a call are gathered while the call before it computes, in backward
+    while the call behind it does. Its gradients are scattered while the backward of the call before it runs.
+
+    ``repeated``: further microbatches follow. The gradients of the first call with a backward are then scattered during
+    the next forward. If this is not the first call of all, that one's weights are gathered anew for the next forward.
+    """
+    if all(cost.hidden is None for cost in costs):
+        return [*costs]
+    gathers = [cost.hidden.gather_s if cost.hidden else 0.0 for cost in costs]
+    scatters = [cost.hidden.scatter_s if cost.hidden else 0.0 for cost in costs]
+    again = [gather if cost.backward_total_s else 0.0 for gather, cost in zip(gathers, costs, strict=True)]
+    first = next((place for place, cost in enumerate(costs) if cost.backward_total_s), 0)
+    ahead = [*gathers[1:], 0.0]
+    back = [before + behind for before, behind in zip([0.0, *again], [*scatters[1:], 0.0], strict=False)]
+    if repeated:
+        ahead[0] += scatters[first]
+        back[first] += gathers[0] if first else 0.0
+    made: dict[tuple[SameObject[CallCost], float, float], CallCost] = {}
+    keys = [(SameObject(cost), *pair) for cost, pair in zip(costs, zip(ahead, back, strict=True), strict=True)]
+    for key in keys:
+        if key not in made:
+            made[key] = key[0].value.hide(key[1], key[2])
+    return [made[key] for key in keys]
+
+
+def mean_waits(costs: Mapping[str, CallCost], order: Sequence[str]) -> dict[str, CallCost]:
+    """Return ``costs``, block name -> cost of a call of the block (such as a layer), with the waits for ZeRO-3
+    collectives that the calls of the block have on average. ``order``: the blocks of consecutive calls."""
+    changed = dict(costs)
+    waits: dict[str, list[CallCost]] = {}
+    if any(cost.hidden is not None for cost in costs.values()):
+        for name, cost in zip(order, hide_neighbours([costs[name] for name in order], repeated=False), strict=True):
+            waits.setdefault(name, []).append(cost)
+    for name, each in waits.items():
+        seconds = ("forward_s", "forward_comm_s", "backward_s", "backward_comm_s", "forward_only_s")
+        means = {field: sum(getattr(cost, field) for cost in each) / len(each) for field in seconds}
+        changed[name] = replace(each[0], **means)
+    return changed
 
 
 @dataclass(frozen=True)
@@ -323,22 +390,18 @@ class CallWork:
             issued_s = (_count_issued_operators(asked, half, spread) + (*more_issued, 0)[half]) * device.dispatch
             waited_s = late_s if half == 0 else 0.0
             halves[half] = max(halves[half] + waited_s, issued_s - others)
+        runs_back = halves[1] + halves[2] > 0  # nothing in front of all trained parameters has a backward
         for half, took in enumerate(copy_seconds(asked.states, spread, device)):
-            halves[half] += took if half == 0 or train else 0.0
+            halves[half] += took if half == 0 or runs_back else 0.0
         seconds = [halves[0], halves[1] + halves[2]]
-        gathers = gather_seconds(asked.states, spread)
-        windows = [seconds[way] + comm[way] for way in range(1 + train)]
-        exposed = [
-            compute_exposed_seconds(window, gathers[way], slowdown, profile.overlap)
-            for way, window in enumerate(windows)
-        ]
-        comm = [sent + waited for sent, waited in zip(comm, (*exposed, 0.0), strict=False)]
-        forward_only_s = 0.0
-        if train and profile.gather != "parameter":  # otherwise weights are gathered for recomputation, and again
-            # recomputation waits for no gather of its own, and hides some of those of backward
-            hidden = compute_exposed_seconds(sum(windows), gathers[1], slowdown, profile.overlap)
-            forward_only_s = exposed[0] + exposed[1] - hidden
-        return replace(self._build_call_cost(asked, spread, computed, halves, comm, forward_only_s), pieces=counts)
+        cost = replace(self._build_call_cost(asked, spread, computed, halves, comm), pieces=counts)
+        if spread.shards.size == 1:
+            return cost
+        ahead_s, back_s = gather_seconds(asked.states, spread)
+        # while weights are gathered parameter by parameter, recomputation gathers them, and backward gathers them again
+        how = slowdown, profile.overlap, profile.gather != "parameter"
+        hidden = HiddenCollectives(ahead_s, (back_s - ahead_s) * train, 0.0, 0.0, 0.0, *how)
+        return replace(cost, hidden=hidden).hide(ahead_s, back_s)
 
     def _price_exchanges(
         self,
@@ -439,14 +502,13 @@ class CallWork:
         computed: _Computed,
         halves: list[float],
         comm: list[float],
-        forward_only_s: float,
     ) -> CallCost:
-        """Return the complete cost of a call of the block (such as a layer).
+        """Return the cost of a call of the block (such as a layer) without its ZeRO-3 collectives.
 
         ``asked``: its kernels and collectives. ``spread``: how expert parallelism and ZeRO-3 distribute the call over
         ranks. ``computed``: seconds and FLOPs of the kernels. ``halves``: seconds without collectives of three parts:
         forward, backward for gradients of inputs, backward for gradients of weights. ``comm``: seconds of collectives,
-        forward and backward. ``forward_only_s``: seconds of the forward that full recomputation does not repeat.
+        forward and backward.
         """
         regather = self.train and spread.profile.regather
         apart = spread.ep > 1
@@ -473,7 +535,6 @@ class CallWork:
             selective_bytes=kept.inside - slim.inside,
             selective_inputs=slim.inputs,
             selective_s=computed.again,
-            forward_only_s=forward_only_s,
         )
 
     @cached_property

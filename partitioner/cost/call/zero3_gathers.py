@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from partitioner.cost.call.block_profile import StateRead
 from partitioner.cost.call.collectives import collective_time
-from partitioner.cost.call.expert_parallel import Spread
+from partitioner.cost.call.expert_parallel import Spread, compute_exposed_seconds
 from partitioner.cost.call.roofline import copied_s
 from partitioner.topology.hardware import DeviceType
 
@@ -27,6 +27,48 @@ class GatheredBytes(NamedTuple):
 
 
 NONE_GATHERED = GatheredBytes()
+
+
+class HiddenCollectives(NamedTuple):
+    """The ZeRO-3 collectives of a block call (such as a layer), and the waits for collectives that its cost contains.
+
+    ``gather_s``: seconds to gather its weights, once for forward and once for backward. ``scatter_s``: seconds to
+    reduce-scatter its gradients. ``forward_s``, ``backward_s``: the waits in its cost, in seconds. ``once_s``: the
+    part of both waits that full recomputation does not repeat, or avoids. ``slowdown``: factor on the seconds of
+    computation and of collectives while both run. ``overlap``: whether both run at the same time. ``once``: whether
+    backward gathers the weights only once, for recomputation and for itself.
+    """
+
+    gather_s: float
+    scatter_s: float
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    once_s: float = 0.0
+    slowdown: float = 1.0
+    overlap: bool = True
+    once: bool = True
+
+    def paced(self, factor: float) -> HiddenCollectives:
+        """Return these collectives with all seconds multiplied by ``factor``."""
+        return self._replace(
+            gather_s=self.gather_s * factor,
+            scatter_s=self.scatter_s * factor,
+            forward_s=self.forward_s * factor,
+            backward_s=self.backward_s * factor,
+            once_s=self.once_s * factor,
+        )
+
+    def wait(self, windows: tuple[float, float], ahead_s: float, back_s: float) -> HiddenCollectives:
+        """Return these collectives with the waits of a call that computes for ``windows`` seconds (forward, backward)
+        while collectives of ``ahead_s`` seconds run in forward and of ``back_s`` seconds in backward. A call whose
+        second window is 0 has no backward."""
+        how = self.slowdown, self.overlap
+        forward_s, backward_s, once_s = compute_exposed_seconds(windows[0], ahead_s, *how), 0.0, 0.0
+        if windows[1] > 0:
+            backward_s = compute_exposed_seconds(windows[1], back_s, *how)
+            if self.once:  # recomputation waits for no gather of its own, and hides some of those of backward
+                once_s = forward_s + backward_s - compute_exposed_seconds(sum(windows), back_s, *how)
+        return self._replace(forward_s=forward_s, backward_s=backward_s, once_s=once_s)
 
 
 def read_bytes(state: StateRead, spread: Spread) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from itertools import chain, pairwise, repeat
 
 from partitioner.constraints import Constraints, pinned_calls
 from partitioner.constraints import Recompute as Asked
-from partitioner.cost.call.call_cost import CallCost
+from partitioner.cost.call.call_cost import CallCost, hide_neighbours
 from partitioner.cost.call.collectives import collective_time, link_of_parts
 from partitioner.cost.call.states import StateCost, StateCosts, sum_state_costs, update_time
 from partitioner.cost.call.transient_bytes import NOTHING_MORE, NOTHING_SENT, Scattering, gathered_beside, passing_bytes
@@ -206,11 +206,12 @@ def stage_problem(
         for _, call in placed
     ]
     beside = gathered_beside([own for own, _ in passing], in_turns=bool(ranks))
+    in_order = hide_neighbours([costs[call.block] for _, call in placed], repeated=several)
     calls = tuple(
-        StageCall(call.path, costs[call.block], call.inputs, call.outputs, call.states, i, gathered, at_ends)
-        for (i, call), gathered, (_, at_ends) in zip(placed, beside, passing, strict=True)
+        StageCall(call.path, cost, call.inputs, call.outputs, call.states, i, gathered, at_ends)
+        for (i, call), cost, gathered, (_, at_ends) in zip(placed, in_order, beside, passing, strict=True)
     )
-    paces = _build_stage_paces(by_stage, [c.block for _, c in placed], repeated)
+    paces = _build_stage_paces(by_stage, [c.block for _, c in placed], repeated, several)
     if ranks and overhead.forward_total_s:
         paces = _once_a_rank(paces or (Pace(tuple(call.cost for call in calls), overhead),) * len(at), ranks)
     if offload:
@@ -270,19 +271,21 @@ def _find_stage_links(machine: PlacedMesh | BestCaseMesh, ranks: Sequence[int], 
 
 
 def _build_stage_paces(
-    by_stage: Sequence[Mapping[str, CallCost]], placed: Sequence[str], everywhere: Sequence[str]
+    by_stage: Sequence[Mapping[str, CallCost]], placed: Sequence[str], everywhere: Sequence[str], several: bool
 ) -> tuple[Pace, ...]:
     """Return, for each stage, the costs of all block calls (such as layers) on its devices, and the summed cost of the
     calls that every stage runs. Stages with the same dict share one result object.
 
     ``by_stage``: for each stage, a dict: block name -> cost of a call on its devices. ``placed``: the block name of
     each call that belongs to one stage. ``everywhere``: the block names of the calls that every stage runs.
+    ``several``: whether a stage runs several microbatches.
     """
     made: dict[SameObject[Mapping[str, CallCost]], Pace] = {}
     for costs in by_stage:
         if SameObject(costs) not in made:
             made[SameObject(costs)] = Pace(
-                tuple(costs[b] for b in placed), _sum_call_costs([costs[b] for b in everywhere])
+                tuple(hide_neighbours([costs[b] for b in placed], repeated=several)),
+                _sum_call_costs([costs[b] for b in everywhere]),
             )
     return tuple(made[SameObject(costs)] for costs in by_stage)
 
@@ -627,12 +630,23 @@ def _reduction_tail(
 
 
 def _added_up(problem: StageProblem, machine: PlacedMesh) -> float:
-    """Return the seconds that a step needs at its start to sum numbers over the global batch that the first forward
-    reads, such as the number of targets. 0 if there are several stages: only the last stage reads the sums, and it
-    waits for its first input at that time anyway. ``problem``: the block calls (such as layers) of the model with their
-    costs. ``machine``: the devices and links that the mesh is laid over.
+    """Return the seconds of collectives at the ends of a step that overlap with nothing, if there is one stage. At its
+    start, the step sums numbers over the global batch that the first forward reads, such as the number of targets, and
+    gathers the weights of the first call under ZeRO-3. At its end, a step with one microbatch scatters the gradients of
+    the first call.
+
+    0 if there are several stages: only the last stage reads the sums, and it waits for its first input at that time
+    anyway. ``problem``: the block calls (such as layers) of the model with their costs. ``machine``: the devices and
+    links that the mesh is laid over.
     """
-    return 0.0 if problem.num_stages > 1 else _totals_seconds(problem, machine)
+    if problem.num_stages > 1:
+        return 0.0
+    costs = problem.pace(0).costs
+    trained, once = next((cost for cost in costs if cost.backward_total_s), costs[0]), problem.num_microbatches == 1
+    # behind frozen calls, each backward but the last gathers these weights for the next forward
+    gather_s = costs[0].hidden.gather_s if costs[0].hidden and (once or trained is costs[0]) else 0.0
+    scatter_s = trained.hidden.scatter_s if trained.hidden and once else 0.0
+    return _totals_seconds(problem, machine) + gather_s + scatter_s
 
 
 def _totals_seconds(problem: StageProblem, machine: PlacedMesh) -> float:

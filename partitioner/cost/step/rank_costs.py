@@ -3,13 +3,14 @@ communication groups."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
 
 from partitioner.cost.call.call_cost import Again, CallCost, CallWork, find_selectively_recomputed
 from partitioner.cost.call.expert_parallel import NO_SPREAD, Spread
+from partitioner.cost.call.zero3_gathers import HiddenCollectives
 from partitioner.cost.step.placed_mesh import PlacedMesh, RankProfile
 from partitioner.passes.ir.collectives import collective_name
 from partitioner.passes.ir.hashing import SameObject
@@ -136,6 +137,7 @@ def combine_fastest_costs(costs: Sequence[Costs]) -> Costs:
             forward_comm_s=0.0,
             backward_comm_s=0.0,
             selective_s=min(c[name].selective_s for c in costs),
+            hidden=_combine_hidden([c[name] for c in costs], min),
         )
         for name, cost in costs[0].items()
     }
@@ -157,6 +159,7 @@ def combine_slowest_costs(costs: Sequence[Costs]) -> Costs:
             forward_comm_s=max(c[name].forward_comm_s for c in costs),
             backward_comm_s=max(c[name].backward_comm_s for c in costs),
             selective_s=max(c[name].selective_s for c in costs),
+            hidden=_combine_hidden([c[name] for c in costs], max),
         )
         for name in costs[0]
     }
@@ -182,8 +185,28 @@ def combine_longest_costs(costs: Sequence[Costs]) -> Costs:
             backward_comm_s=back.backward_comm_s,
             weights_s=back.weights_s,
             selective_s=max(cost.selective_s for cost in each),
+            hidden=_combine_hidden(each, max),
         )
     return found
+
+
+def _combine_hidden(costs: Sequence[CallCost], select: Callable[[Iterable[float]], float]) -> HiddenCollectives | None:
+    """Return the ZeRO-3 collectives of a block call (such as a layer) for the cost that is combined from ``costs``,
+    those on each kind of rank. Seconds are combined with ``select``, which is ``min`` or ``max``. The waits are those
+    that the combined seconds contain in addition to the combined seconds without waits."""
+    each = [(cost, cost.hidden) for cost in costs if cost.hidden is not None]
+    if len(each) < len(costs):
+        return None
+    forward_s = select(c.forward_total_s for c in costs) - select(c.forward_total_s - h.forward_s for c, h in each)
+    backward_s = select(c.backward_total_s for c in costs) - select(c.backward_total_s - h.backward_s for c, h in each)
+    again_s = select(c.recompute_s for c in costs) - select(c.recompute_s - h.forward_s + h.once_s for c, h in each)
+    return each[0][1]._replace(
+        gather_s=select(h.gather_s for _, h in each),
+        scatter_s=select(h.scatter_s for _, h in each),
+        forward_s=forward_s,
+        backward_s=backward_s,
+        once_s=forward_s - again_s,
+    )
 
 
 def _least_weights(costs: Sequence[CallCost]) -> float:

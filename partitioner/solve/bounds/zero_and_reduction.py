@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
 from partitioner.cost.call.block_profile import StateRead, gradient_bytes_of
-from partitioner.cost.call.call_cost import CallCost
+from partitioner.cost.call.call_cost import CallCost, mean_waits
 from partitioner.cost.call.collectives import collective_time
-from partitioner.cost.call.expert_parallel import compute_exposed_seconds
 from partitioner.cost.call.roofline import memory_rate
 from partitioner.cost.call.states import StateCost, gradient_bytes
+from partitioner.cost.call.zero3_gathers import HiddenCollectives
 from partitioner.cost.step.gradient_reduction import (
     Sizes,
     best_reducers,
@@ -78,6 +78,7 @@ class Gathers:
     def __init__(self, job: PlannedJob, placements: Placements, device: DeviceType) -> None:
         self.placements, self.train, self.slowdown = placements, job.train, device.overlap_slowdown
         self.overlap, short = job.profile.overlap, job.profile.short_gradients
+        self._placed = [call.block for call in job.model.calls if not call.shared and not call.prologue]
         self._once = job.profile.gather != "parameter"  # weights are not gathered for recomputation, and again
         self._reads = {name: _read_block_weights(job.model, name, job.experts, short) for name in job.model.blocks}
         self._gradients = [0.0, 0.0]  # scattered bytes, shared states once: (others, experts)
@@ -102,28 +103,23 @@ class Gathers:
         if not gathers:
             return floor
         return (floor or BlockLowerBound(dict.fromkeys(gathers, (0.0, 0.0)))).each(
-            lambda seconds: {name: self._beside(of, gathers[name], copies[name]) for name, of in seconds.items()}
+            lambda seconds: self._add_waits(seconds, gathers, copies)
         )
 
-    def _beside(
-        self, seconds: tuple[float, float], gathers: tuple[float, float], copies: tuple[float, float]
-    ) -> tuple[float, float]:
-        """Return (forward seconds, backward seconds) of a block (such as a decoder layer) together with its ZeRO-3
-        collectives.
+    def _add_waits(self, seconds: Seconds, gathers: Seconds, copies: Seconds) -> Seconds:
+        """Return block name -> (forward seconds, backward seconds) of a call of the block (such as a layer) with the
+        waits for ZeRO-3 collectives that its calls have on average. If ``seconds`` contains other communication, it
+        counts as computation that can hide collectives, so the result is a lower bound.
 
-        All arguments are pairs (forward seconds, backward seconds). ``seconds``: of the block alone. ``gathers``: of
-        the collectives that gather weights and scatter gradients. ``copies``: of copying gathered weights.
+        All arguments are such dicts. ``seconds``: of the blocks alone. ``gathers``: of the collectives that gather
+        weights and scatter gradients. ``copies``: of copying gathered weights.
         """
-        return self._add_exposed_gathers(seconds[0] + copies[0], gathers[0]), self._add_exposed_gathers(
-            seconds[1] + copies[1], gathers[1]
-        )
-
-    def _add_exposed_gathers(self, seconds: float, gathers_s: float) -> float:
-        """Return the seconds of a block (such as a layer) together with the part of its ZeRO-3 collectives that
-        computation does not hide. ``seconds``: time of the block alone. ``gathers_s``: seconds of the collectives. If
-        ``seconds`` contains other communication, it counts as computation that can hide collectives, so the result is a
-        lower bound."""
-        return seconds + compute_exposed_seconds(seconds, gathers_s, self.slowdown, self.overlap)
+        costs = {
+            name: self._add_to_cost(CallCost(forward_s=ahead, backward_s=back), gathers[name], copies[name])
+            for name, (ahead, back) in seconds.items()
+        }
+        placed = [name for name in self._placed if name in costs]
+        return {name: (cost.forward_total_s, cost.backward_total_s) for name, cost in mean_waits(costs, placed).items()}
 
     def add_to_costs(self, costs: Mapping[str, CallCost], candidate: MeshCandidate) -> dict[str, CallCost]:
         """Return ``costs``, lower bounds on the costs of a call of each block (such as a layer), with the gathers of
@@ -142,12 +138,10 @@ class Gathers:
     def _add_to_cost(self, cost: CallCost, gathers: tuple[float, float], copies: tuple[float, float]) -> CallCost:
         """Return ``cost``, the cost of a call of a block (such as a layer), with its ZeRO-3 collectives. ``gathers``:
         their seconds in forward and in backward. ``copies``: seconds of copying gathered weights in both."""
-        own = cost.forward_total_s, cost.backward_total_s
-        forward_s, backward_s = self._beside(own, gathers, copies)
-        again_s = forward_s
-        if self._once:
-            again_s = self._add_exposed_gathers(sum(own) + sum(copies), gathers[1]) - backward_s
-        return replace(cost.at_least(forward_s, backward_s), forward_only_s=cost.forward_only_s + forward_s - again_s)
+        how = self.slowdown, self.overlap, self._once
+        hidden = HiddenCollectives(gathers[0], (gathers[1] - gathers[0]) * self.train, 0.0, 0.0, 0.0, *how)
+        alone = cost.at_least(cost.forward_total_s + copies[0], cost.backward_total_s + copies[1])
+        return replace(alone, forward_comm_s=0.0, backward_comm_s=0.0, hidden=hidden).hide(*gathers)
 
     def floor(self, candidate: MeshCandidate) -> tuple[Seconds, Seconds]:
         """Return two dicts with lower bounds on seconds: of the ZeRO-3 collectives, and of copying gathered weights.

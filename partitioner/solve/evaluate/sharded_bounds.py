@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from partitioner.candidate import MeshCandidate
+from partitioner.cost.call.call_cost import mean_waits
 from partitioner.cost.call.states import StateCost
 from partitioner.cost.step.rank_costs import Costs, combine_fastest_costs
 from partitioner.cost.step.relaxed_mesh import no_slower
@@ -197,7 +198,8 @@ def _bound_block_seconds(model: FoldedModel, local: LocalModel, costs: Costs) ->
     name -> (forward seconds, backward seconds). ``local``: the graphs of one rank. ``costs``: the costs of the blocks
     of ``local``. These blocks may differ from those of the unsharded model, so calls of the two models are matched by
     their module path."""
-    least = {name: (cost.forward_total_s, cost.backward_total_s) for name, cost in costs.items()}
+    placed = [call.block for call in local.model.calls if not call.prologue and not call.shared]
+    least = {name: (cost.forward_total_s, cost.backward_total_s) for name, cost in mean_waits(costs, placed).items()}
     of_path = {call.path: least[call.block] for call in local.model.calls if not call.prologue}
     found: dict[str, tuple[float, float]] = {}
     for call in model.calls:

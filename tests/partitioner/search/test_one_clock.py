@@ -97,6 +97,19 @@ def test_shards_of_tied_gradients_are_summed_beside_other_reductions(zero: int):
     check_clock(planned(tied=True, pp=2, dp=4, tp=1, cp=1, schedule="1f1b", zero=zero))
 
 
+@pytest.mark.all_cases
+@pytest.mark.parametrize("inner", [(8192, 1024) * 4, (8192, 8192, 1024, 1024, 1024, 16384)])
+@pytest.mark.parametrize(("batch", "fixed"), [(8, {}), (32, {}), (32, {"recompute": "full"}), (32, {"frozen": 4})])
+def test_weights_are_gathered_while_the_layer_before_computes(inner: tuple[int, ...], batch: int, fixed: Any):
+    """ZeRO-3 over a slow network. A large layer is gathered while the small one in front of it computes, so its own
+    computation hides nothing of the gather. Frozen layers in front are gathered for each forward, and for no backward.
+    """
+    plan = planned(
+        inner=inner, batch=batch, **{"zero": 3, "pp": 1, "dp": 8, "tp": 1, "cp": 1, "microbatch_size": 1} | fixed
+    )
+    check_clock(plan)
+
+
 def test_frozen_layers_in_front_are_not_recomputed():
     """Layers of which nothing needs a gradient have no backward, so that full recomputation does not run them again."""
     frozen = planned(frozen=6, nodes=1, recompute="full", pp=1)

@@ -24,7 +24,7 @@ from partitioner.plan import Estimate
 from partitioner.runtime.program.program import Offload
 from partitioner.schedules.formulas import is_formula, is_plain
 from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound
-from partitioner.solve.evaluate.evaluate_placement import PlacementEvaluator, ShareRecord
+from partitioner.solve.evaluate.evaluate_placement import PlacementEvaluator, PlacementResult, ShareRecord
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.evaluate.local_model_cache import LocalCosts, LocalModels
 from partitioner.solve.evaluate.prefetch import LocalKey, Solutions, Wanted
@@ -38,6 +38,7 @@ from partitioner.topology.groups import stage_ranks
 # sizes of pp, dp, cp, tp and 1; ep, etp, ZeRO stage, dp_shard, samples, and whether these are all of a rank
 FloorKey = tuple[int, int, int, int, int, int, int, int, int, int, bool]
 
+_CLOSE = 0.005  # relative difference of a bound from the best step time that is small enough
 _EXCHANGES_FOLLOWED = 8  # placements that are evaluated during exchanges under simulated schedules, at most
 
 
@@ -164,9 +165,8 @@ class CandidateEvaluator:
             found = self.placements.best(
                 candidate.grid, placement_evaluator, placement_evaluator.expected, cutoff_s, exchanges, likely
             )
-            asked = placement_evaluator.asked
-            others = [m for m in self.placements.candidates(candidate.grid) if SameObject(m) not in asked]
-            placement_evaluator.lower_bounds += map(placement_evaluator.least, others if likely is not None else ())
+            if likely is not None:
+                found = self._evaluate_other_placements(candidate, placement_evaluator, found)
         else:
             machine = self.placements.at(candidate.grid, devices)
             found = BestPlacement(machine, *placement_evaluator(machine))
@@ -198,6 +198,29 @@ class CandidateEvaluator:
             shares,
             min(expected.step_time, *placement_evaluator.lower_bounds),
         )
+
+    def _evaluate_other_placements(
+        self, candidate: MeshCandidate, evaluator: PlacementEvaluator, found: BestPlacement[PlacementResult]
+    ) -> BestPlacement[PlacementResult]:
+        """Add lower bounds on the placements (assignments of ranks to devices) that ``evaluator`` has not evaluated to
+        its list of bounds, and return the best plan: ``found``, or that of another placement.
+
+        If tight bounds are wanted, a placement is evaluated unless a quick bound is near the best step time. The quick
+        bound does not know how much has to be recomputed. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
+        stage.
+        """
+        others = [m for m in self.placements.candidates(candidate.grid) if SameObject(m) not in evaluator.asked]
+        for least_s, machine in sorted(((evaluator.least(m), m) for m in others), key=lambda pair: pair[0]):
+            if not evaluator.proven or least_s >= min(found.cost, evaluator.cutoff_s) * (1 - _CLOSE):
+                evaluator.lower_bounds.append(least_s)
+                continue
+            try:
+                seconds, result = evaluator(machine)  # appends its bound
+            except PlanError:
+                continue
+            if seconds < found.cost:
+                found = BestPlacement(machine, seconds, result)
+        return found
 
     def pack(self, solved: SolvedCandidate) -> PackedCandidate:
         """Return ``solved``, a candidate that a fork of the first process has solved, in the form in which it is sent

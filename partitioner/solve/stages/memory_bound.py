@@ -12,13 +12,18 @@ to 1 and all prices of 0 or more.
 Weights and prices are the duals of a linear program: the least time of a mixture of the cuts so far, such that the
 mixture fits in memory. The best cut for these duals is then added to the program, until its optimum is reached. A
 sequence of calls is dropped if even the best cut with it takes as long as the caller asks for.
+
+A mixture may have a fraction of a layer on a rank. If the bound is not close, cases are distinguished (branch and
+bound): either all ranks have as many heavy calls as in the known cut, or some rank has more. Each case adds constraints
+on these numbers to the program. The least bound of all cases holds for all cuts.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -30,9 +35,15 @@ from partitioner.schedules.actions import Timetable
 from partitioner.schedules.formulas import Counts
 from partitioner.schedules.makespan import Phases, longest_path
 from partitioner.solve.stages.improve_cuts import PhaseCosts, count_microbatches, find_least_cuts
+from partitioner.solve.stages.split import StagePlan
 from partitioner.solve.stages.tables import TINY, StageTables
 
 Table = NDArray[np.float64]
+
+# The kinds of bytes of a stage, and the number of its heavy calls, that rows of the program limit: bytes that do not
+# depend on the number of microbatches in flight, bytes of a microbatch whose backward has not begun, bytes of one
+# between the two halves of its backward; heavy calls
+_HEAVY, _NUM_KINDS = 3, 4
 
 _SLOWER = 1.15  # factor on the seconds of a rank, so that the longest path goes through it
 _INPUTS = 1  # the phase that contains recomputation: backward for inputs
@@ -44,6 +55,8 @@ _ROWS_AT_ONCE = 64  # rows for memory that are added to the linear program befor
 _SAME = 1e-3  # relative difference of bound and program at which the search stops
 _MOST_SIMULATED_ACTIONS = 400_000  # actions to simulate for the first paths, each of which goes through another rank
 _MOST_CUTS, _MOST_WORK = 150, 200_000_000  # cuts to add, and sequences of calls to price in all of them together
+_MOST_BRANCHED = 16  # ranks for which cases are distinguished
+_CASE_COST = 20  # for each constraint of a case, the cost of exceeding it, relative to that of exceeding the memory
 
 
 @dataclass(frozen=True)
@@ -68,6 +81,7 @@ def bound_fitting_cuts(
     limit_s: float,
     *,
     goal_s: float,
+    known: Sequence[StagePlan] = (),
 ) -> float:
     """Return a lower bound in seconds on the pipeline, over all cuts of the block calls (such as layers) into virtual
     stages with which every rank fits in memory, and over all ways to recompute calls. The bound is at most ``goal_s``.
@@ -77,44 +91,42 @@ def bound_fitting_cuts(
     a step has more than the timetable. ``phases``: seconds of forward and backward of each virtual stage under some
     cut; their mean serves to find long paths through the schedule. ``ranks``: the memory of each rank. ``limit_s``:
     seconds of a step that is known; no stage alone may take longer. ``goal_s``: a bound that is good enough, at most
-    ``limit_s``.
+    ``limit_s``. ``known``: the virtual stages of a good cut; the cases that are distinguished differ from
+    it. Empty: no cases are distinguished.
     """
-    microbatches = count_microbatches(timetable) + microbatches_left
-    relaxed = _RelaxedCuts(tables, ranks, limit_s / microbatches)
-    how = {"train": tables.problem.train, "overlap_steps": tables.problem.overlap_steps}
-    more = np.zeros((tables.problem.num_stages, relaxed.num_phases))
-    more[:, :3] = microbatches_left / len(ranks)  # each costs a rank its work; a step takes at least the mean of all
+    search = _BoundSearch.of(tables, timetable, phases, ranks, microbatches_left, limit_s, goal_s)
+    bound_s, work = search.run(()), (len(ranks) + 1) * search.relaxed.num_sequences * _MOST_CUTS
+    if not known or bound_s >= goal_s or len(ranks) > _MOST_BRANCHED or work > _MOST_WORK:
+        return bound_s
+    least_s = goal_s
+    for case in _list_cases(tables, ranks, known):
+        least_s = min(least_s, search.run(case))
+        if least_s <= bound_s:
+            break
+    return max(bound_s, least_s)
 
-    def find_path(of_stages: Sequence[Phases]) -> Table:
-        path: Table = longest_path(timetable, of_stages, **how)[1][:, : relaxed.num_phases] + more
-        return path
 
-    mixture = _CutMixture(relaxed.memory, limit_s)
-    apart = -(-len(ranks) * sum(map(len, timetable.orders)) // _MOST_SIMULATED_ACTIONS)
-    slow = ranks[::apart]
-    for of_stages in _slow_each_rank(phases, slow):
-        mixture.add_path(find_path(of_stages))
-    best = _Duals(-np.inf, np.full(len(slow), 1 / len(slow)), np.zeros(len(relaxed.memory)))
-    even = np.concatenate([np.full(len(rank.moments), 1 / len(rank.moments) / len(ranks)) for rank in ranks])
-    first = [best.prices, *(limit_s * price * even for price in _FIRST_PRICES)]
-    for number in range(max(len(first), min(_MOST_CUTS, _MOST_WORK // relaxed.num_sequences))):
-        tried = best._replace(prices=first[number]) if number < len(first) else best
-        if number >= len(first):
-            found = mixture.solve(best)
-            if found is None or best.bound_s >= found[0] * (1 - _SAME):
-                break
-            tried = found[1]
-        bound_s, cut = relaxed.find_best_cut(mixture.weigh_paths(tried.weights), tried.prices, goal_s)
-        if cut is None or bound_s >= goal_s:
-            return goal_s
-        mixture.add_cut(cut)
-        if bound_s > best.bound_s:
-            best = tried._replace(bound_s=bound_s)
-        elif number < len(first):
-            first = first[: number + 1]  # higher prices are too high, too
-        if number % _EVERY == 0:
-            mixture.add_path(find_path([Phases(*of_stage) for of_stage in cut.seconds.tolist()]))
-    return best.bound_s
+def _list_cases(tables: StageTables, ranks: Sequence[RankMemory], known: Sequence[StagePlan]) -> list[list[_AtMost]]:
+    """Return cases of which one holds for every cut into virtual stages: all ranks have as many heavy calls as under
+    ``known``, or one of them has more, so that the others have fewer together. A call is heavy if it takes at least
+    half of the median seconds of all calls. ``tables``: seconds of all possible stages. ``ranks``: the virtual stages
+    of each rank."""
+    heavy = _find_heavy_calls(tables)
+    of_stage = [int(heavy[plan.start : plan.stop].sum()) for plan in known]
+    numbers = [sum(of_stage[k] for k in rank.stages) for rank in ranks]
+    cases = [[_AtMost(rank.stages, number) for rank, number in zip(ranks, numbers, strict=True)]]
+    for rank, number in zip(ranks, numbers, strict=True):
+        others = [k for k in range(len(known)) if k not in rank.stages]
+        cases.append([_AtMost(others, sum(of_stage) - number - 1)])
+    return [case for case in cases if all(constraint.number >= 0 for constraint in case)]
+
+
+def _find_heavy_calls(tables: StageTables) -> NDArray[np.bool_]:
+    """Return, for each block call (such as a layer), whether it takes at least half of the median seconds of all calls.
+    ``tables``: seconds of all possible stages."""
+    seconds = np.diagonal(tables.least_work, 1)
+    heavy: NDArray[np.bool_] = seconds >= np.median(seconds) / 2
+    return heavy
 
 
 def drop_smaller_counts(moments: Sequence[Sequence[Counts]]) -> list[Sequence[Counts]]:
@@ -154,13 +166,93 @@ class _Duals(NamedTuple):
     prices: Table
 
 
+class _AtMost(NamedTuple):
+    """A constraint on cuts into virtual stages: ``stages`` have at most ``number`` heavy calls (such as layers)
+    together."""
+
+    stages: Sequence[int]
+    number: int
+
+
+@dataclass(frozen=True)
+class _BoundSearch:
+    """The search for good duals: weights of paths and prices of memory.
+
+    ``relaxed``: the relaxed problem. ``find_path``: function of the seconds of all stages that returns the longest path
+    through the schedule. ``first``: paths to begin with. ``num_moments``: number of times of each rank at which its
+    memory may be short. ``limit_s``: seconds of a step that is known. ``goal_s``: a bound that is good enough.
+    """
+
+    relaxed: _RelaxedCuts
+    find_path: Callable[[Sequence[Phases]], Table]
+    first: Sequence[Table]
+    num_moments: Sequence[int]
+    limit_s: float
+    goal_s: float
+
+    @classmethod
+    def of(
+        cls,
+        tables: StageTables,
+        timetable: Timetable,
+        phases: Sequence[Phases],
+        ranks: Sequence[RankMemory],
+        microbatches_left: int,
+        limit_s: float,
+        goal_s: float,
+    ) -> _BoundSearch:
+        """Return the search for a bound with the arguments of :func:`bound_fitting_cuts`."""
+        microbatches = count_microbatches(timetable) + microbatches_left
+        relaxed = _RelaxedCuts(tables, ranks, limit_s / microbatches)
+        how = {"train": tables.problem.train, "overlap_steps": tables.problem.overlap_steps}
+        more = np.zeros((tables.problem.num_stages, relaxed.num_phases))
+        more[:, :3] = microbatches_left / len(ranks)  # each costs a rank its work; a step takes at least their mean
+
+        def find_path(of_stages: Sequence[Phases]) -> Table:
+            path: Table = longest_path(timetable, of_stages, **how)[1][:, : relaxed.num_phases] + more
+            return path
+
+        apart = -(-len(ranks) * sum(map(len, timetable.orders)) // _MOST_SIMULATED_ACTIONS)
+        first = [find_path(of_stages) for of_stages in _slow_each_rank(phases, ranks[::apart])]
+        return cls(relaxed, find_path, first, [len(rank.moments) for rank in ranks], limit_s, goal_s)
+
+    def run(self, case: Sequence[_AtMost]) -> float:
+        """Return a lower bound in seconds over all cuts that satisfy the constraints ``case``; at most ``goal_s``."""
+        relaxed, goal_s = self.relaxed.restrict(case) if case else self.relaxed, self.goal_s
+        # a heavy call too much has to cost more than the time that it saves
+        mixture = _CutMixture(relaxed.memory, self.limit_s * (1 + _CASE_COST * len(case)))
+        for path in self.first:
+            mixture.add_path(path)
+        weights, none = np.full(len(self.first), 1 / len(self.first)), np.zeros(len(case))
+        best = _Duals(-np.inf, weights, np.zeros(len(relaxed.memory)))
+        even = [np.full(number, 1 / number / len(self.num_moments)) for number in self.num_moments]
+        each = np.concatenate([*even, none])
+        first = [best.prices, *(self.limit_s * price * each for price in _FIRST_PRICES)]
+        for number in range(max(len(first), min(_MOST_CUTS, _MOST_WORK // relaxed.num_sequences))):
+            tried = best._replace(prices=first[number]) if number < len(first) else best
+            if number >= len(first):
+                found = mixture.solve(best)
+                if found is None or best.bound_s >= found[0] * (1 - _SAME):
+                    break
+                tried = found[1]
+            bound_s, cut = relaxed.find_best_cut(mixture.weigh_paths(tried.weights), tried.prices, goal_s)
+            if cut is None or bound_s >= goal_s:
+                return goal_s
+            mixture.add_cut(cut)
+            if bound_s > best.bound_s:
+                best = tried._replace(bound_s=bound_s)
+            elif number < len(first):
+                first = first[: number + 1]  # higher prices are too high, too
+            if number % _EVERY == 0:
+                mixture.add_path(self.find_path([Phases(*of_stage) for of_stage in cut.seconds.tolist()]))
+        return best.bound_s
+
+
 class _PricedCut(NamedTuple):
     """One way to cut the block calls (such as layers) into virtual stages and to recompute some of them.
 
     ``seconds``: the time of one microbatch by stage and phase (such as forward and the halves of backward), shape
-    ``[stages, phases]``. ``bytes``: three numbers for each stage, shape ``[3, stages]``: bytes that do not depend on
-    the number of microbatches in flight, bytes of a microbatch whose backward has not begun, and bytes of one between
-    the two halves of its backward.
+    ``[stages, phases]``. ``bytes``: the bytes of each kind that ``_NUM_KINDS`` describes, shape ``[kinds, stages]``.
     """
 
     seconds: Table
@@ -173,10 +265,8 @@ class _CutMixture:
     memory suffices at each time of the step, both as weighted means over the cuts.
 
     ``memory``: for each rank and each time of the step, the fraction of the rank's capacity that a byte takes, shape
-    ``[moments, 3, stages]``. The second dim is for bytes that do not depend on the number of microbatches in flight,
-    bytes of a microbatch whose backward has not begun, and bytes of one between the two halves of its backward.
-    ``limit_s``: the cost in seconds of exceeding the memory by all memory of a rank, so that there always is a
-    solution.
+    ``[moments, kinds, stages]``; ``_NUM_KINDS`` describes the kinds. Further rows limit the number of heavy calls.
+    ``limit_s``: the cost in seconds of exceeding a row by all memory of a rank, so that there always is a solution.
 
     The program has a row only for times at which some solution so far exceeded the memory. Most times never exceed it;
     their dual price would be 0.
@@ -282,10 +372,9 @@ class _RelaxedCuts:
     their memory.
 
     ``memory``: for each rank and each time of the step, the fraction of the rank's capacity that a byte of a stage
-    takes, shape ``[moments, 3, stages]``. The second dim is for bytes that do not depend on the number of microbatches
-    in flight, bytes of a microbatch whose backward has not begun, and bytes of one between the two halves of its
-    backward. ``num_phases``: number of phases (such as forward) of a stage. ``num_sequences``: number of combinations
-    of a virtual stage, a sequence of block calls (such as layers) and a kind of selective recomputation.
+    takes, shape ``[moments, kinds, stages]``; ``_NUM_KINDS`` describes the kinds. ``num_phases``: number of phases
+    (such as forward) of a stage. ``num_sequences``: number of combinations of a virtual stage, a sequence of block
+    calls (such as layers) and a kind of selective recomputation.
 
     ``tables``: seconds and bytes of all possible stages. ``ranks``: the memory of each rank. ``most_s``: the most
     seconds of a microbatch in a stage.
@@ -304,22 +393,40 @@ class _RelaxedCuts:
         fit = (fastest <= most_s * (1 + TINY)) & (stop >= length)
         width = 1 + int(np.flatnonzero(fit.any(axis=(0, 1))).max(initial=0))  # 1 if nothing is quick enough
         self._start, self._stop, chunks = start[:, :width], stop, max(len(rank.stages) for rank in ranks)
+        heavy = np.concatenate([[0.0], np.cumsum(_find_heavy_calls(tables))])
+        num_heavy = np.maximum(0.0, heavy[None, :] - heavy[:, None])
         self._ways = [
             _Recomputation.of(
-                way, np.where(fit[:, None, :, :width], of_way[..., :width], np.inf), self._start, stop, chunks
+                way,
+                np.where(fit[:, None, :, :width], of_way[..., :width], np.inf),
+                self._start,
+                stop,
+                chunks,
+                num_heavy,
             )
             for way, of_way in zip(ways, seconds, strict=True)
         ]
         self.num_phases = seconds[0].shape[1]
         self.num_sequences = problem.num_stages * size * width * len(ways)
-        self.memory = np.zeros((sum(len(rank.moments) for rank in ranks), 3, problem.num_stages))
+        self.memory = np.zeros((sum(len(rank.moments) for rank in ranks), _NUM_KINDS, problem.num_stages))
         rows = iter(self.memory)
         for rank in ranks:
             per_byte = 1 / (rank.capacity - problem.overhead.working_bytes)
             for counts in rank.moments:
                 row = next(rows)
                 row[0, list(rank.stages)] = per_byte
-                row[1:, list(rank.stages)] = np.array(counts, dtype=np.float64).T * per_byte
+                row[1:3, list(rank.stages)] = np.array(counts, dtype=np.float64).T * per_byte
+
+    def restrict(self, case: Sequence[_AtMost]) -> _RelaxedCuts:
+        """Return a copy of the relaxed problem with rows for the constraints ``case``. The copy may drop sequences that
+        are kept here."""
+        other = copy(self)
+        rows = np.zeros((len(case), *self.memory.shape[1:]))
+        for row, (stages, number) in zip(rows, case, strict=True):
+            row[_HEAVY, list(stages)] = 1 / max(number, 0.5)  # none is at most half of one
+        other.memory = np.concatenate([self.memory, rows])
+        other._ways = [replace(way, allowed=way.allowed.copy()) for way in self._ways]
+        return other
 
     def find_best_cut(self, path: Table, prices: Table, goal_s: float) -> tuple[float, _PricedCut | None]:
         """Return a lower bound in seconds on the pipeline, and the cut of the relaxed problem that attains it. Drop all
@@ -380,10 +487,10 @@ class _Recomputation:
     There are six phases: forward, backward for inputs, backward for weights, two waits for messages, and collectives at
     the ends of a step. ``seconds``: the time of each phase for one microbatch, without full recomputation, shape
     ``[stages, phases, calls + 1, width]``. ``allowed``: whether the stage may consist of the sequence, shape ``[stages,
-    calls + 1, width]``. ``bytes``: shape ``[3, calls + 1, width]``: bytes that do not depend on the number of
-    microbatches in flight, bytes of a microbatch whose backward has not begun, and bytes of one between the two halves
-    of its backward. ``again_s``: seconds to recompute each call in full, shape ``[stages, calls]``. ``freed``: bytes
-    that the full recomputation of each call frees, shape ``[calls]``.
+    calls + 1, width]``. ``bytes``: shape ``[kinds, calls + 1, width]``: bytes that do not depend on the number of
+    microbatches in flight, bytes of a microbatch whose backward has not begun, bytes of one between the two halves of
+    its backward, and the number of heavy calls. ``again_s``: seconds to recompute each call in full, shape ``[stages,
+    calls]``. ``freed``: bytes that the full recomputation of each call frees, shape ``[calls]``.
     """
 
     seconds: Table
@@ -394,13 +501,20 @@ class _Recomputation:
 
     @classmethod
     def of(
-        cls, tables: StageTables, seconds: Table, start: NDArray[np.int64], stop: NDArray[np.int64], chunks: int
+        cls,
+        tables: StageTables,
+        seconds: Table,
+        start: NDArray[np.int64],
+        stop: NDArray[np.int64],
+        chunks: int,
+        heavy_calls: Table,
     ) -> _Recomputation:
         """Return the costs under the kind of selective recomputation (none, or of all calls) that ``tables`` has.
 
         ``seconds``: of each phase (such as forward) of each stage for each sequence of calls, shape ``[stages, phases,
         calls + 1, width]``; infinite if a stage may not consist of the calls. ``start``, ``stop``: the first call and
         the call after the last of each sequence. ``chunks``: the most virtual stages of a rank.
+        ``heavy_calls``: table whose entry ``[start, stop]`` is the number of heavy calls among ``start:stop``.
         """
         problem, cut = tables.problem, tables.segments
         # what several stages of a rank share, and temporary memory, counts once: at least the mean over its stages
@@ -410,12 +524,12 @@ class _Recomputation:
             for name, size in problem.state_bytes.items()
         }
         fixed = cut.states_of(sizes) + cut.boundary + cut.largest_working / chunks
-        kept = fixed, cut.saved + cut.saved_inputs, cut.carried + cut.saved_inputs
+        kinds = fixed, cut.saved + cut.saved_inputs, cut.carried + cut.saved_inputs, heavy_calls
         allowed = np.isfinite(np.sum(seconds, axis=1))
         return cls(
             np.where(allowed[:, None], seconds, 0.0),
             allowed,
-            np.stack([of_kind[start, stop] for of_kind in kept]),
+            np.stack([of_kind[start, stop] for of_kind in kinds]),
             np.array([[cost.recompute_s for cost in problem.pace(k).costs] for k in range(problem.num_stages)]),
             np.array([call.cost.saved_bytes for call in problem.calls]),
         )
@@ -427,7 +541,7 @@ class _Recomputation:
         infinite if the stage may not consist of the sequence.
 
         ``path``: how often each phase (such as forward) of a stage counts, shape ``[stages, phases]``. ``per_byte``:
-        the price of a byte in seconds, shape ``[3, stages]``: of a byte that does not depend on the number of
+        the price of a byte in seconds, shape ``[kinds, stages]``: of a byte that does not depend on the number of
         microbatches in flight, of a microbatch whose backward has not begun, and of one between the two halves of its
         backward. ``start``, ``stop``: the first call and the call after the last of each sequence.
         """
@@ -437,13 +551,11 @@ class _Recomputation:
         return np.where(self.allowed, priced + sums[:, stop] - sums[:, start], np.inf)
 
     def read_stage(self, stage: int, start: int, stop: int, path: Table, per_byte: Table) -> tuple[Table, Table]:
-        """Return the seconds of each phase (such as forward), shape ``[phases]``, and the bytes, shape ``[3]``, of one
-        stage with the calls ``start:stop``. A call is recomputed in full where that is cheaper. The three numbers of
-        bytes are: bytes that do not depend on the number of microbatches in flight, bytes of a microbatch whose
-        backward has not begun, and bytes of one between the two halves of its backward.
+        """Return the seconds of each phase (such as forward), shape ``[phases]``, and the bytes of each kind, shape
+        ``[kinds]``, of one stage with the calls ``start:stop``. A call is recomputed in full where that is cheaper.
 
         ``path``: how often each phase of a stage counts, shape ``[stages, phases]``. ``per_byte``: the price in seconds
-        of a byte of each of the three kinds, shape ``[3, stages]``.
+        of a byte of each of the kinds, shape ``[kinds, stages]``.
         """
         again = self._price_recomputation(path, per_byte)[stage, start:stop] < 0
         seconds = self.seconds[stage, :, stop, stop - start - 1].copy()
@@ -457,7 +569,7 @@ class _Recomputation:
         shape ``[stages, calls]``. It is negative where recomputation is cheaper.
 
         ``path``: how often each phase (such as forward) of a stage counts, shape ``[stages, phases]``. ``per_byte``:
-        the price of a byte in seconds, shape ``[3, stages]``; row 1 is for the activations of a microbatch whose
+        the price of a byte in seconds, shape ``[kinds, stages]``; row 1 is for the activations of a microbatch whose
         backward has not begun.
         """
         added: Table = self.again_s * path[:, _INPUTS, None] - per_byte[1][:, None] * self.freed

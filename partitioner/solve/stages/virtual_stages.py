@@ -288,7 +288,7 @@ def _bound_with_memory(
     ]
     phases = [phases_of(problem, k, plan, ends=True) for k, plan in enumerate(split.virtual)]
     left, goal_s = more[2] if more is not None else 0, limit_s * (1 - _CLOSE)
-    return bound_fitting_cuts(tables, timetable, phases, memory, left, limit_s, goal_s=goal_s)
+    return bound_fitting_cuts(tables, timetable, phases, memory, left, limit_s, goal_s=goal_s, known=split.virtual)
 
 
 def _bound_recomputed_seconds(problem: StageProblem, num_ranks: int, how: str) -> float:

@@ -74,7 +74,8 @@ def test_no_plan_goes_below_the_bound(
     own = group_stages_by_rank(ranks_of(schedule, p, v), p)
     together = held_microbatches(schedule, p, rounds * p, v).together
     cuts = (0, *range(1, p * v), len(calls))
-    phases = [phases_of(whole, k, stage_plan(tables, k, *pair, 0)) for k, pair in enumerate(pairwise(cuts))]
+    known = [stage_plan(tables, k, *pair, 0) for k, pair in enumerate(pairwise(cuts))]
+    phases = [phases_of(whole, k, plan) for k, plan in enumerate(known)]
     for most in (1, 2, 1000):  # moments of each rank
         memory = [
             RankMemory(stages, drop_smaller_counts(counts)[-most:], whole.capacity[0])
@@ -82,7 +83,7 @@ def test_no_plan_goes_below_the_bound(
         ]
         for limit_s in (least / 1000, least, 2 * least):  # with the first, no stage is quick enough
             for goal_s in (0.9 * limit_s, limit_s):
-                bound = bound_fitting_cuts(tables, table, phases, memory, 0, limit_s, goal_s=goal_s)
+                bound = bound_fitting_cuts(tables, table, phases, memory, 0, limit_s, goal_s=goal_s, known=known)
                 assert 0 < bound <= min(goal_s, least) * (1 + 1e-9)
     try:
         solved = solve_virtual(whole, schedule, p, v)
@@ -90,6 +91,25 @@ def test_no_plan_goes_below_the_bound(
         return
     assert solved.lower_bound_s <= least * (1 + 1e-9)
     assert solved.ended_s >= least * (1 - 1e-9)
+
+
+def test_no_rank_has_a_fraction_of_a_layer():
+    """Three equal layers on two ranks, eight microbatches. A layer takes 3 s. A mixture of both cuts has 1.5 layers on
+    each rank: 8 x 4.5 s. In each cut one rank has two layers: 8 x 6 s; the search stops within a thousandth of it. If
+    the known cut is (2, 1), the cases are: two layers on the first and one on the second rank; at least three on the
+    first, of which there is no cut; at least two on the second.
+    """
+    schedule, p, m = "zb-1p", 2, 8
+    whole = replace(problem([call(k, 1.0, 1.0) for k in range(3)], p, m, schedule=schedule), links=())
+    whole = set_scheduled_in_flight(replace(whole, capacity=(10**9,) * p), schedule, p, 1)
+    tables, table = StageTables(whole), build_timetable(schedule, p, m, 1)
+    known = [stage_plan(tables, 0, 0, 2, 0), stage_plan(tables, 1, 2, 3, 0)]
+    phases = [phases_of(whole, k, plan) for k, plan in enumerate(known)]
+    ranks = [RankMemory([k], [[(2, 0)]], 10**9) for k in range(p)]
+    mixed = bound_fitting_cuts(tables, table, phases, ranks, 0, 100.0, goal_s=100.0)
+    assert m * 4.5 * 0.999 <= mixed < m * 5.5
+    cut = bound_fitting_cuts(tables, table, phases, ranks, 0, 100.0, goal_s=100.0, known=known)
+    assert m * 6.0 * 0.999 <= cut < m * 6.5
 
 
 def test_memory_raises_the_bound_by_the_recomputation_that_it_requires(monkeypatch: pytest.MonkeyPatch):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from torch import fx
@@ -37,7 +38,7 @@ from partitioner.cost.call.zero3_gathers import (
 )
 from partitioner.execution_profile import OURS, ExecutionProfile
 from partitioner.passes.ir.hashing import SameObject
-from partitioner.passes.ir.model import Block
+from partitioner.passes.ir.model import Block, Call
 from partitioner.passes.ops.scaled_products import Scaling
 from partitioner.passes.rules.strategies import needs_gradient
 from partitioner.passes.shard.piece_counts import WHOLE, PieceCounts
@@ -219,23 +220,30 @@ def call_costs(
     return CallWork(block, train).cost(device, groups, spread)
 
 
-def hide_neighbours(costs: Sequence[CallCost], *, repeated: bool) -> list[CallCost]:
+def hide_neighbours(costs: Sequence[CallCost], states: Sequence[Sequence[str]], *, repeated: bool) -> list[CallCost]:
     """Return ``costs``, those of consecutive block calls (such as layers), with the waits for ZeRO-3 collectives that
     the calls have in this order. The weights of a call are gathered while the call before it computes, in backward
     while the call behind it does. Its gradients are scattered while the backward of the call before it runs.
 
-    ``repeated``: further microbatches follow. The gradients of the first call with a backward are then scattered during
-    the next forward. If this is not the first call of all, that one's weights are gathered anew for the next forward.
+    ``states``: the names of the parameters and buffers that each call reads. Weights that the next call reads, too, are
+    kept for it, and their gradients are scattered after the backward of the first such call. ``repeated``: further
+    microbatches follow. The gradients of the first call with a backward are then scattered during the next forward. If
+    this is not the first call of all, that one's weights are gathered anew for the next forward.
     """
     if all(cost.hidden is None for cost in costs):
         return [*costs]
+    kept = [tuple(own) == tuple(before) for before, own in pairwise(states)]  # [k]: call k + 1 reads what k reads
     gathers = [cost.hidden.gather_s if cost.hidden else 0.0 for cost in costs]
     scatters = [cost.hidden.scatter_s if cost.hidden else 0.0 for cost in costs]
-    again = [gather if cost.backward_total_s else 0.0 for gather, cost in zip(gathers, costs, strict=True)]
-    first = next((place for place, cost in enumerate(costs) if cost.backward_total_s), 0)
-    ahead = [*gathers[1:], 0.0]
-    back = [before + behind for before, behind in zip([0.0, *again], [*scatters[1:], 0.0], strict=False)]
-    if repeated:
+    scatters = [0.0 if again else each for again, each in zip([False, *kept], scatters, strict=True)]
+    first = next((place for place, cost in enumerate(costs) if cost.backward_total_s), None)
+    ahead = [*(0.0 if keeps else each for keeps, each in zip(kept, gathers[1:], strict=True)), 0.0]
+    again = [each if cost.backward_total_s else 0.0 for each, cost in zip(gathers, costs, strict=True)]
+    behind = [0.0, *(0.0 if keeps else each for keeps, each in zip(kept, again, strict=False))]
+    back = [before + scatter for before, scatter in zip(behind, [*scatters[1:], 0.0], strict=True)]
+    if repeated and first is None:
+        ahead[-1] += gathers[0]
+    elif repeated and first is not None:
         ahead[0] += scatters[first]
         back[first] += gathers[0] if first else 0.0
     made: dict[tuple[SameObject[CallCost], float, float], CallCost] = {}
@@ -246,14 +254,19 @@ def hide_neighbours(costs: Sequence[CallCost], *, repeated: bool) -> list[CallCo
     return [made[key] for key in keys]
 
 
-def mean_waits(costs: Mapping[str, CallCost], order: Sequence[str]) -> dict[str, CallCost]:
+def mean_waits(costs: Mapping[str, CallCost], calls: Sequence[Call]) -> dict[str, CallCost]:
     """Return ``costs``, block name -> cost of a call of the block (such as a layer), with the waits for ZeRO-3
-    collectives that the calls of the block have on average. ``order``: the blocks of consecutive calls."""
+    collectives that the calls of the block have on average. ``calls``: all calls of the model; those without a cost,
+    and those that every stage runs, are left out."""
     changed = dict(costs)
     waits: dict[str, list[CallCost]] = {}
     if any(cost.hidden is not None for cost in costs.values()):
-        for name, cost in zip(order, hide_neighbours([costs[name] for name in order], repeated=False), strict=True):
-            waits.setdefault(name, []).append(cost)
+        placed = [call for call in calls if not call.shared and not call.prologue and call.block in costs]
+        own = [costs[call.block] for call in placed]
+        for call, cost in zip(
+            placed, hide_neighbours(own, [call.states for call in placed], repeated=False), strict=True
+        ):
+            waits.setdefault(call.block, []).append(cost)
     for name, each in waits.items():
         seconds = ("forward_s", "forward_comm_s", "backward_s", "backward_comm_s", "forward_only_s")
         means = {field: sum(getattr(cost, field) for cost in each) / len(each) for field in seconds}

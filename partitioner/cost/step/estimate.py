@@ -31,7 +31,7 @@ from partitioner.cost.step.step_ends import gathered_seconds, reduction_delays, 
 from partitioner.emit.buckets import ReductionScheme
 from partitioner.execution_profile import OURS, ExecutionProfile
 from partitioner.passes.ir.hashing import SameObject
-from partitioner.passes.ir.model import FoldedModel
+from partitioner.passes.ir.model import Call, FoldedModel
 from partitioner.plan import Estimate, StageEstimate
 from partitioner.schedules.core_contention import NodeCores, VirtualStageTime, seconds_in_turns
 from partitioner.schedules.csv_table import ScheduleTable
@@ -206,12 +206,13 @@ def stage_problem(
         for _, call in placed
     ]
     beside = gathered_beside([own for own, _ in passing], in_turns=bool(ranks))
-    in_order = hide_neighbours([costs[call.block] for _, call in placed], repeated=several)
+    read = [call.states for _, call in placed]
+    in_order = hide_neighbours([costs[call.block] for _, call in placed], read, repeated=several)
     calls = tuple(
         StageCall(call.path, cost, call.inputs, call.outputs, call.states, i, gathered, at_ends)
         for (i, call), cost, gathered, (_, at_ends) in zip(placed, in_order, beside, passing, strict=True)
     )
-    paces = _build_stage_paces(by_stage, [c.block for _, c in placed], repeated, several)
+    paces = _build_stage_paces(by_stage, [c for _, c in placed], repeated, several)
     if ranks and overhead.forward_total_s:
         paces = _once_a_rank(paces or (Pace(tuple(call.cost for call in calls), overhead),) * len(at), ranks)
     if offload:
@@ -271,20 +272,20 @@ def _find_stage_links(machine: PlacedMesh | BestCaseMesh, ranks: Sequence[int], 
 
 
 def _build_stage_paces(
-    by_stage: Sequence[Mapping[str, CallCost]], placed: Sequence[str], everywhere: Sequence[str], several: bool
+    by_stage: Sequence[Mapping[str, CallCost]], placed: Sequence[Call], everywhere: Sequence[str], several: bool
 ) -> tuple[Pace, ...]:
     """Return, for each stage, the costs of all block calls (such as layers) on its devices, and the summed cost of the
     calls that every stage runs. Stages with the same dict share one result object.
 
-    ``by_stage``: for each stage, a dict: block name -> cost of a call on its devices. ``placed``: the block name of
-    each call that belongs to one stage. ``everywhere``: the block names of the calls that every stage runs.
+    ``by_stage``: for each stage, a dict: block name -> cost of a call on its devices. ``placed``: the calls that
+    belong to one stage. ``everywhere``: the block names of the calls that every stage runs.
     ``several``: whether a stage runs several microbatches.
     """
     made: dict[SameObject[Mapping[str, CallCost]], Pace] = {}
     for costs in by_stage:
         if SameObject(costs) not in made:
             made[SameObject(costs)] = Pace(
-                tuple(hide_neighbours([costs[b] for b in placed], repeated=several)),
+                tuple(hide_neighbours([costs[c.block] for c in placed], [c.states for c in placed], repeated=several)),
                 _sum_call_costs([costs[b] for b in everywhere]),
             )
     return tuple(made[SameObject(costs)] for costs in by_stage)
@@ -630,10 +631,10 @@ def _reduction_tail(
 
 
 def _added_up(problem: StageProblem, machine: PlacedMesh) -> float:
-    """Return the seconds of collectives at the ends of a step that overlap with nothing, if there is one stage. At its
-    start, the step sums numbers over the global batch that the first forward reads, such as the number of targets, and
-    gathers the weights of the first call under ZeRO-3. At its end, a step with one microbatch scatters the gradients of
-    the first call.
+    """Return the seconds that a step with one stage waits for collectives before its first forward and after its last
+    backward. First, it sums numbers over the global batch that the first forward reads, such as the number of targets,
+    and gathers the weights of the first call under ZeRO-3, beside these sums and the calls that every stage runs. At
+    its end, a step with one microbatch scatters the gradients of the first call.
 
     0 if there are several stages: only the last stage reads the sums, and it waits for its first input at that time
     anyway. ``problem``: the block calls (such as layers) of the model with their costs. ``machine``: the devices and
@@ -641,12 +642,13 @@ def _added_up(problem: StageProblem, machine: PlacedMesh) -> float:
     """
     if problem.num_stages > 1:
         return 0.0
-    costs = problem.pace(0).costs
+    costs, beside_s = problem.pace(0).costs, problem.pace(0).overhead.forward_total_s
     trained, once = next((cost for cost in costs if cost.backward_total_s), costs[0]), problem.num_microbatches == 1
-    # behind frozen calls, each backward but the last gathers these weights for the next forward
-    gather_s = costs[0].hidden.gather_s if costs[0].hidden and (once or trained is costs[0]) else 0.0
+    # a first call without backward is gathered anew for each forward, which its cost contains
+    is_kept = once or costs[0].backward_total_s > 0
+    gather_s = costs[0].hidden.gather_s if costs[0].hidden and is_kept else 0.0
     scatter_s = trained.hidden.scatter_s if trained.hidden and once else 0.0
-    return _totals_seconds(problem, machine) + gather_s + scatter_s
+    return max(_totals_seconds(problem, machine), gather_s - beside_s) + scatter_s
 
 
 def _totals_seconds(problem: StageProblem, machine: PlacedMesh) -> float:

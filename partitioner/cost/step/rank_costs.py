@@ -10,7 +10,6 @@ from operator import attrgetter
 
 from partitioner.cost.call.call_cost import Again, CallCost, CallWork, find_selectively_recomputed
 from partitioner.cost.call.expert_parallel import NO_SPREAD, Spread
-from partitioner.cost.call.zero3_gathers import HiddenCollectives
 from partitioner.cost.step.placed_mesh import PlacedMesh, RankProfile
 from partitioner.passes.ir.collectives import collective_name
 from partitioner.passes.ir.hashing import SameObject
@@ -128,41 +127,41 @@ def combine_fastest_costs(costs: Sequence[Costs]) -> Costs:
     recomputation adds are the least of any kind, too.
     """
     return {
-        name: replace(
-            cost,
-            forward_s=min(c[name].forward_total_s for c in costs),
-            forward_only_s=min(c[name].forward_total_s for c in costs) - min(c[name].recompute_s for c in costs),
-            backward_s=min(c[name].backward_total_s for c in costs),
-            weights_s=_least_weights([c[name] for c in costs]),
-            forward_comm_s=0.0,
-            backward_comm_s=0.0,
-            selective_s=min(c[name].selective_s for c in costs),
-            hidden=_combine_hidden([c[name] for c in costs], min),
+        name: _combine_hidden(
+            replace(
+                cost,
+                forward_s=min(c.forward_total_s for c in each),
+                forward_only_s=min(c.forward_total_s for c in each) - min(c.recompute_s for c in each),
+                backward_s=min(c.backward_total_s for c in each),
+                weights_s=_least_weights(each),
+                forward_comm_s=0.0,
+                backward_comm_s=0.0,
+                selective_s=min(c.selective_s for c in each),
+            ),
+            each,
+            min,
         )
         for name, cost in costs[0].items()
+        for each in [[of[name].hide(0.0, 0.0) for of in costs]]
     }
 
 
 def combine_slowest_costs(costs: Sequence[Costs]) -> Costs:
     """Return the cost of one call of each block (such as a layer), by block name, on a stage whose ranks wait for each
-    other in each collective: each field of seconds is the largest in ``costs``. Each of ``costs`` maps a block name to
-    the cost of a call on one kind of rank.
+    other in each collective: each field of seconds is the largest in ``costs``, and so are the seconds that full
+    recomputation adds. Each of ``costs`` maps a block name to the cost of a call on one kind of rank.
     """
     if len(costs) == 1:
         return costs[0]
-    return {
-        name: replace(
-            costs[0][name],
-            forward_s=max(c[name].forward_s for c in costs),
-            backward_s=max(c[name].backward_s for c in costs),
-            weights_s=max(c[name].weights_s for c in costs),
-            forward_comm_s=max(c[name].forward_comm_s for c in costs),
-            backward_comm_s=max(c[name].backward_comm_s for c in costs),
-            selective_s=max(c[name].selective_s for c in costs),
-            hidden=_combine_hidden([c[name] for c in costs], max),
-        )
-        for name in costs[0]
-    }
+    found: Costs = {}
+    for name in costs[0]:
+        each = [of[name].hide(0.0, 0.0) for of in costs]
+        names = ("forward_s", "backward_s", "weights_s", "forward_comm_s", "backward_comm_s", "selective_s")
+        most = {field: max(getattr(cost, field) for cost in each) for field in names}
+        again_s = max(cost.recompute_s for cost in each)
+        slowest = replace(each[0], forward_only_s=most["forward_s"] + most["forward_comm_s"] - again_s, **most)
+        found[name] = _combine_hidden(slowest, each, max)
+    return found
 
 
 def combine_longest_costs(costs: Sequence[Costs]) -> Costs:
@@ -174,39 +173,35 @@ def combine_longest_costs(costs: Sequence[Costs]) -> Costs:
     if len(costs) == 1:
         return costs[0]
     found: Costs = {}
-    for name, first in costs[0].items():
-        each = [of[name] for of in costs]
+    for name in costs[0]:
+        each = [of[name].hide(0.0, 0.0) for of in costs]
         ahead, back = (max(each, key=attrgetter(total)) for total in ("forward_total_s", "backward_total_s"))
-        found[name] = replace(
-            first,
+        longest = replace(
+            each[0],
             forward_s=ahead.forward_s,
             forward_comm_s=ahead.forward_comm_s,
+            forward_only_s=ahead.forward_only_s,
             backward_s=back.backward_s,
             backward_comm_s=back.backward_comm_s,
             weights_s=back.weights_s,
             selective_s=max(cost.selective_s for cost in each),
-            hidden=_combine_hidden(each, max),
         )
+        found[name] = _combine_hidden(longest, each, max)
     return found
 
 
-def _combine_hidden(costs: Sequence[CallCost], select: Callable[[Iterable[float]], float]) -> HiddenCollectives | None:
-    """Return the ZeRO-3 collectives of a block call (such as a layer) for the cost that is combined from ``costs``,
-    those on each kind of rank. Seconds are combined with ``select``, which is ``min`` or ``max``. The waits are those
-    that the combined seconds contain in addition to the combined seconds without waits."""
-    each = [(cost, cost.hidden) for cost in costs if cost.hidden is not None]
+def _combine_hidden(
+    combined: CallCost, costs: Sequence[CallCost], select: Callable[[Iterable[float]], float]
+) -> CallCost:
+    """Return ``combined``, the cost of a block call (such as a layer) that was combined from ``costs`` on several kinds
+    of ranks without waits for ZeRO-3 collectives, with those collectives, and with the waits for them as if the call
+    hid its own. Their seconds are combined with ``select``, which is ``min`` or ``max``."""
+    each = [cost.hidden for cost in costs if cost.hidden is not None]
     if len(each) < len(costs):
-        return None
-    forward_s = select(c.forward_total_s for c in costs) - select(c.forward_total_s - h.forward_s for c, h in each)
-    backward_s = select(c.backward_total_s for c in costs) - select(c.backward_total_s - h.backward_s for c, h in each)
-    again_s = select(c.recompute_s for c in costs) - select(c.recompute_s - h.forward_s + h.once_s for c, h in each)
-    return each[0][1]._replace(
-        gather_s=select(h.gather_s for _, h in each),
-        scatter_s=select(h.scatter_s for _, h in each),
-        forward_s=forward_s,
-        backward_s=backward_s,
-        once_s=forward_s - again_s,
-    )
+        return combined
+    gather_s, scatter_s = select(h.gather_s for h in each), select(h.scatter_s for h in each)
+    hidden = each[0]._replace(gather_s=gather_s, scatter_s=scatter_s)
+    return replace(combined, hidden=hidden).hide(gather_s, gather_s + scatter_s)
 
 
 def _least_weights(costs: Sequence[CallCost]) -> float:

@@ -657,7 +657,8 @@ class ModelBounds:
         ahead = sum(n * floor.seconds[block][0] for block, n in often.items())
         back = sum(n * floor.seconds[block][1] for block, n in often.items()) if self.train else 0.0
         busiest = 0.0
-        if often and not shared:
+        # under ZeRO-3, the seconds of a block are the mean of its calls, which wait for different collectives
+        if often and not shared and candidates[0].zero < 3:
             each = np.array([[sum(floor.seconds[block][: 1 + self.train])] for block in often])
             busiest = float(bound_busiest_rank(list(often.values()), each, np.array([float(candidates[0].pp)]))[0])
         # assume that the whole backward hides reductions

@@ -78,7 +78,7 @@ class Gathers:
     def __init__(self, job: PlannedJob, placements: Placements, device: DeviceType) -> None:
         self.placements, self.train, self.slowdown = placements, job.train, device.overlap_slowdown
         self.overlap, short = job.profile.overlap, job.profile.short_gradients
-        self._placed = [call.block for call in job.model.calls if not call.shared and not call.prologue]
+        self._calls, self._behind = job.model.calls, _list_blocks_with_backward(job.model)
         self._once = job.profile.gather != "parameter"  # weights are not gathered for recomputation, and again
         self._reads = {name: _read_block_weights(job.model, name, job.experts, short) for name in job.model.blocks}
         self._gradients = [0.0, 0.0]  # scattered bytes, shared states once: (others, experts)
@@ -118,8 +118,8 @@ class Gathers:
             name: self._add_to_cost(CallCost(forward_s=ahead, backward_s=back), gathers[name], copies[name])
             for name, (ahead, back) in seconds.items()
         }
-        placed = [name for name in self._placed if name in costs]
-        return {name: (cost.forward_total_s, cost.backward_total_s) for name, cost in mean_waits(costs, placed).items()}
+        means = mean_waits(costs, self._calls)
+        return {name: (cost.forward_total_s, cost.backward_total_s) for name, cost in means.items()}
 
     def add_to_costs(self, costs: Mapping[str, CallCost], candidate: MeshCandidate) -> dict[str, CallCost]:
         """Return ``costs``, lower bounds on the costs of a call of each block (such as a layer), with the gathers of
@@ -139,7 +139,7 @@ class Gathers:
         """Return ``cost``, the cost of a call of a block (such as a layer), with its ZeRO-3 collectives. ``gathers``:
         their seconds in forward and in backward. ``copies``: seconds of copying gathered weights in both."""
         how = self.slowdown, self.overlap, self._once
-        hidden = HiddenCollectives(gathers[0], (gathers[1] - gathers[0]) * self.train, 0.0, 0.0, 0.0, *how)
+        hidden = HiddenCollectives(gathers[0], max(0.0, gathers[1] - gathers[0]), 0.0, 0.0, 0.0, *how)
         alone = cost.at_least(cost.forward_total_s + copies[0], cost.backward_total_s + copies[1])
         return replace(alone, forward_comm_s=0.0, backward_comm_s=0.0, hidden=hidden).hide(*gathers)
 
@@ -173,7 +173,7 @@ class Gathers:
             ):
                 share = self._copied / ways if sharers > 1 else 0.0
                 ahead, back = ahead + share * weights, back + share * gradients
-            floor[name] = ahead, (ahead + back) * self.train
+            floor[name] = ahead, (ahead + back) * (self.train and name in self._behind)
         return floor
 
     def scattered(self, candidate: MeshCandidate, m: int, known_s: float, forward_s: float) -> float:
@@ -250,8 +250,17 @@ class Gathers:
                     ahead += least("all_gather", weights / ways, groups)
                     back += least("reduce_scatter", gradients / ways, groups)
                 known[read] = ahead, (ahead + back) * self.train
-            floor[name] = known[read]
+            floor[name] = known[read][0], known[read][1] * (name in self._behind)
         return floor
+
+
+def _list_blocks_with_backward(model: FoldedModel) -> frozenset[str]:
+    """Return the names of the blocks (such as layers) all of whose calls may have a backward: none of them is in front
+    of the first call that reads a trained parameter. ``model``: the model as calls of blocks."""
+    placed = [call for call in model.calls if not call.shared and not call.prologue]
+    trained = [any(model.states[name].requires_grad for name in call.states) for call in placed]
+    first = trained.index(True) if any(trained) else len(placed)
+    return frozenset(call.block for call in placed) - {call.block for call in placed[:first]}
 
 
 def _read_block_weights(model: FoldedModel, name: str, experts: Collection[str], short_gradients: bool) -> _WeightReads:

@@ -15,7 +15,7 @@ import numpy as np
 
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
-from partitioner.cost.call.call_cost import CallCost
+from partitioner.cost.call.call_cost import CallCost, mean_waits
 from partitioner.cost.step.device_speeds import PipelineSpeeds, work_and_speeds
 from partitioner.cost.step.placed_mesh import PlacedMesh, Seats
 from partitioner.cost.step.rank_costs import CallCostCache, Costs, combine_fastest_costs, combine_longest_costs
@@ -192,6 +192,10 @@ class BatchSharing:
         overlap = self.constraints.overlap_steps
         fill = least_fill(candidate.schedule, candidate.pp, num_microbatches, candidate.virtual_stages, overlap)
         of_stages = self.costs.by_pipeline(machine) if self.independent else self.costs.by_stage(machine)
+        means = {
+            id(costs): mean_waits(costs, self.local.model.calls) for costs in {id(c): c for c in of_stages}.values()
+        }
+        of_stages = tuple(means[id(costs)] for costs in of_stages)
         different = {id(costs): costs for costs in of_stages}
         ahead, back = self._sum_call_seconds(combine_fastest_costs(list(different.values())))
         filled = (1 - 1 / candidate.pp) * (fill[0] * ahead + fill[1] * back)

@@ -166,7 +166,7 @@ class CandidateEvaluator:
                 candidate.grid, placement_evaluator, placement_evaluator.expected, cutoff_s, exchanges, likely
             )
             if likely is not None:
-                found = self._evaluate_other_placements(candidate, placement_evaluator, found)
+                found = self._evaluate_other_placements(candidate, placement_evaluator, found, cutoff_s)
         else:
             machine = self.placements.at(candidate.grid, devices)
             found = BestPlacement(machine, *placement_evaluator(machine))
@@ -200,18 +200,23 @@ class CandidateEvaluator:
         )
 
     def _evaluate_other_placements(
-        self, candidate: MeshCandidate, evaluator: PlacementEvaluator, found: BestPlacement[PlacementResult]
+        self,
+        candidate: MeshCandidate,
+        evaluator: PlacementEvaluator,
+        found: BestPlacement[PlacementResult],
+        cutoff_s: float,
     ) -> BestPlacement[PlacementResult]:
         """Add lower bounds on the placements (assignments of ranks to devices) that ``evaluator`` has not evaluated to
         its list of bounds, and return the best plan: ``found``, or that of another placement.
 
-        If tight bounds are wanted, a placement is evaluated unless a quick bound is near the best step time. The quick
-        bound does not know how much has to be recomputed. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
-        stage.
+        If tight bounds are wanted and ``found`` takes at most ``cutoff_s`` seconds, a placement is evaluated unless
+        a quick bound is near the best step time. The quick bound does not know how much has to be recomputed.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
+        is_best = evaluator.proven and found.cost <= cutoff_s
         others = [m for m in self.placements.candidates(candidate.grid) if SameObject(m) not in evaluator.asked]
         for least_s, machine in sorted(((evaluator.least(m), m) for m in others), key=lambda pair: pair[0]):
-            if not evaluator.proven or least_s >= min(found.cost, evaluator.cutoff_s) * (1 - _CLOSE):
+            if not is_best or least_s >= min(found.cost, evaluator.cutoff_s) * (1 - _CLOSE):
                 evaluator.lower_bounds.append(least_s)
                 continue
             try:

@@ -198,8 +198,8 @@ def _bound_block_seconds(model: FoldedModel, local: LocalModel, costs: Costs) ->
     name -> (forward seconds, backward seconds). ``local``: the graphs of one rank. ``costs``: the costs of the blocks
     of ``local``. These blocks may differ from those of the unsharded model, so calls of the two models are matched by
     their module path."""
-    placed = [call.block for call in local.model.calls if not call.prologue and not call.shared]
-    least = {name: (cost.forward_total_s, cost.backward_total_s) for name, cost in mean_waits(costs, placed).items()}
+    means = mean_waits(costs, local.model.calls)
+    least = {name: (cost.forward_total_s, cost.backward_total_s) for name, cost in means.items()}
     of_path = {call.path: least[call.block] for call in local.model.calls if not call.prologue}
     found: dict[str, tuple[float, float]] = {}
     for call in model.calls:

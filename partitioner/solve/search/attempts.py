@@ -219,6 +219,8 @@ class CandidateAttempts:
         self.early.tell(candidate, found.step_time)
         self.best_s = min(self.best_s, found.step_time)
         partly, unsure = not self._is_complete(candidate), not self.evaluator.tries_all(candidate)
+        # other placements of candidates with virtual stages are bounded tightly only if the plan is the best so far
+        unsure |= candidate.virtual_stages > 1 and found.step_time > request.cutoff_s
         return replace(found, partly=partly, unsure=unsure), attempt.least_s
 
     def _attempt(self, request: _Request) -> _Attempt:

@@ -256,7 +256,9 @@ def _tighten_bound(
     """
     limit_s = min(best.ended_s, cutoff_s)
     if proven and least < limit_s * (1 - _CLOSE):
-        least = max(least, _bound_with_memory(problem, best, schedule, num_ranks, chunks, limit_s))
+        # the cases take several times as long as the rest of the bound
+        known = best.virtual if best.ended_s <= cutoff_s else ()
+        least = max(least, _bound_with_memory(problem, best, schedule, num_ranks, chunks, limit_s, known))
     return replace(best, lower_bound_s=min(best.ended_s, least))
 
 
@@ -267,6 +269,7 @@ def _bound_with_memory(
     num_ranks: int,
     chunks: int | None,
     limit_s: float,
+    known: Sequence[StagePlan],
 ) -> float:
     """Return a lower bound in seconds on the pipeline over all cuts into virtual stages, with the recomputation that
     memory requires. Return 0 if the bound would take long to compute, if ``problem`` fixes recomputation or stages, or
@@ -274,7 +277,7 @@ def _bound_with_memory(
 
     ``split``: a cut that fits. ``schedule``: its name or table. ``num_ranks``: number of pipeline ranks. ``chunks``:
     number of virtual stages on each rank; ``None``: the number that the schedule fixes. ``limit_s``: a bound of this
-    many seconds is tight enough.
+    many seconds is tight enough. ``known``: the stages of ``split`` if cases are to be distinguished, otherwise empty.
     """
     fixed = problem.recompute is not None or problem.may_be_empty or bool(problem.barred)
     timetable, more = shorten_timetable(schedule, num_ranks, problem.num_microbatches, chunks)
@@ -288,7 +291,7 @@ def _bound_with_memory(
     ]
     phases = [phases_of(problem, k, plan, ends=True) for k, plan in enumerate(split.virtual)]
     left, goal_s = more[2] if more is not None else 0, limit_s * (1 - _CLOSE)
-    return bound_fitting_cuts(tables, timetable, phases, memory, left, limit_s, goal_s=goal_s, known=split.virtual)
+    return bound_fitting_cuts(tables, timetable, phases, memory, left, limit_s, goal_s=goal_s, known=known)
 
 
 def _bound_recomputed_seconds(problem: StageProblem, num_ranks: int, how: str) -> float:

@@ -3,6 +3,7 @@ so a stage is one row.
 
 A row has a lane for computation, hatched while the stage waits, and below it thin lanes for transfers and reductions
 that run at the same time. Repeated periods, such as the steady state of a pipeline, are drawn once with their number.
+If a step is still too long to be drawn, its middle is left out.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from partitioner.draw.svg import (
     text_width,
     to_text,
 )
-from partitioner.draw.timeline_folds import Fold, TimeScale, find_folds
+from partitioner.draw.timeline_folds import Fold, Gap, TimeScale, find_folds, leave_out_middle
 from partitioner.plan import Plan
 from partitioner.plans.figures import key_figures, picture_title, simulated_seconds
 from partitioner.plans.outline import chunk_starts
@@ -91,9 +92,13 @@ _LANE_HEIGHTS: dict[Lane, float] = {"compute": 27.0, "exchange": 7.0, "reduce": 
 
 _LANE_GAP, _ROW_GAP, _MARGIN = 3.0, 13.0, 20.0
 _NARROWEST, _LEAST_WIDTH, _MOST_WIDTH, _FOLDED_WIDTH = 19.0, 860.0, 3000.0, 1500.0
-_MOST_SENDS = 4000  # with more sends, they are left out: the picture would be megabytes of hairlines
+_MOST_SENDS = 1500  # with more sends, they are left out: the picture would be megabytes of hairlines
 _MERGE = 1.5  # pixels: narrower boxes of one kind are drawn as one
 _MOST_BARS = 40  # with more computations on a stage, repeated periods are left out
+_MOST_STAGE_BARS = 160  # with more of them after that, the middle of the step is left out
+_MOST_BOXES, _BOXES_LIMIT = 3200, 8000  # computations on all stages: for few stages, and for any number of them
+_MOST_BYTES, _LEAST_SHARE = 1_000_000, 0.05  # of a picture; a longer one is drawn again with half as many computations
+_GAP_WIDTH = 104.0  # pixels in place of the middle of the step
 _BRACKETS = 24.0  # pixels above the rows for the number of times that a period runs
 _CLOSE = 0.01  # fraction of a step by which the simulated time may differ without a note
 
@@ -172,9 +177,12 @@ def draw_timeline(
     program to which the instructions of ``bars`` belong. ``total``: seconds at which the axis ends; ``None``: at the
     end of the last bar.
     """
-    return to_text(
-        _TimelineChart(title, program, [b for b in bars if look_of(b.instruction)], figures, total, notes).draw_chart()
-    )
+    drawn, share = [b for b in bars if look_of(b.instruction)], 1.0
+    while True:
+        text = to_text(_TimelineChart(title, program, drawn, figures, total, notes, share).draw_chart())
+        share /= 2
+        if len(text) <= _MOST_BYTES or share < _LEAST_SHARE:
+            return text
 
 
 def idle_shares(program: Program, bars: Iterable[Bar], total: float | None = None) -> list[float]:
@@ -194,7 +202,8 @@ def idle_shares(program: Program, bars: Iterable[Bar], total: float | None = Non
 class _TimelineChart:
     """Draws the instructions ``bars`` of the stages of ``program`` over time. ``title``: the heading. ``figures``:
     numbers for the header, as pairs of texts (name, value) such as ``("step time", "7 s")``. ``total``: seconds at
-    which the axis ends; ``None``: at the end of the last bar. ``notes``: sentences for the header.
+    which the axis ends; ``None``: at the end of the last bar. ``notes``: sentences for the header. ``share``: the
+    fraction of the usual numbers of computations from which the middle of the step is left out.
     """
 
     def __init__(
@@ -205,13 +214,15 @@ class _TimelineChart:
         figures: Sequence[tuple[str, str]],
         total: float | None,
         notes: Sequence[str],
+        share: float,
     ) -> None:
         self.title = title
+        self.share = share
         self.program = program
         self.notes = notes
         self.total = total or max((b.end for b in bars), default=0.0) or 1.0
         self.idle = idle_shares(program, bars, self.total)
-        self.folds = self._find_chart_folds(bars)
+        self.folds = self._find_hidden_parts(bars)
         self.bars = [bar for bar in bars if not any(a <= bar.start and bar.end <= b for a, b in self._hidden_spans)]
         counts = Counter(self.find_bar_style(b).lane for b in self.bars)
         self.crowded = counts["exchange"] > _MOST_SENDS
@@ -227,6 +238,8 @@ class _TimelineChart:
         self.left = _MARGIN + max([text_width("Stage 00", 13, True), *labels]) + 14
         self.width = self._plot_width()
         self.scale = TimeScale(self.total, self.folds, self.left, self.width)
+        if self.left_out is not None:
+            self.scale = replace(self.scale, gap=_GAP_WIDTH)
         self.figures = figures
 
     def _find_chart_folds(self, bars: Sequence[Bar]) -> tuple[Fold, ...]:
@@ -242,10 +255,30 @@ class _TimelineChart:
             kept += [*joined, *(b for b in mine if self.find_bar_style(b).lane in ("reduce", "gather", "host"))]
         return find_folds(kept, len(stages)) if computing > _MOST_BARS else ()
 
+    def _find_hidden_parts(self, bars: Sequence[Bar]) -> tuple[Fold | Gap, ...]:
+        """Return the parts of the step that are not drawn: repetitions and, if the rest is too long, its middle.
+        ``bars``: the instructions of all stages. Only forwards and backwards count.
+        """
+        stages = len(self.program.stages)
+        folds = self._find_chart_folds(bars)
+        most = min(_BOXES_LIMIT, max(_MOST_BOXES, 2 * stages**2))  # the computations while a pipeline fills, and more
+        by_stage: dict[int, list[Bar]] = {}
+        for bar in bars:
+            by_stage.setdefault(bar.stage, []).append(bar)
+        joined = [bar for own in by_stage.values() for bar in join_call_bars(own)]
+        computing = [bar for bar in joined if bar.instruction.op in ("F", "B", "I", "W")]
+        of_stage = max(_MOST_STAGE_BARS, 4 * stages)
+        return leave_out_middle(computing, folds, int(self.share * most), int(self.share * of_stage))
+
     @property
     def _hidden_spans(self) -> list[tuple[float, float]]:
         """Return the intervals (start, end) that are not drawn, in seconds from the start of the step."""
         return [fold.hidden for fold in self.folds]
+
+    @property
+    def left_out(self) -> Gap | None:
+        """Return the middle of the step, if it is left out because the step is too long to be drawn."""
+        return next((part for part in self.folds if isinstance(part, Gap)), None)
 
     @staticmethod
     def find_bar_style(bar: Bar) -> OperationStyle:
@@ -280,8 +313,10 @@ class _TimelineChart:
         note = f"One row per stage: {alike}. Idle is all time without computation, that of transfers included."
         if any(name.startswith("bubble") for name, _ in self.figures):
             note += " The bubble is the part of it in which a rank waits for other stages, without transfers."
-        if self.folds:
+        if any(isinstance(part, Fold) for part in self.folds):
             note += " What repeats is drawn once, with how often it runs; the axis leaves the repetitions out."
+        if self.left_out is not None:
+            note += f" The step is too long to be drawn in full: {self._describe_gap(self.left_out)} are left out."
         drawn = any(b.instruction.op == "STEP" for b in self.bars)
         note += " The optimizer's update is not drawn." if self.program.objective == "train" and not drawn else ""
         note += "".join(f" {words}" for words in self.notes)
@@ -291,12 +326,37 @@ class _TimelineChart:
         bottom = top + len(self.program.stages) * (self.row_height + _ROW_GAP)
         root = create_picture(width, bottom + 44, self.title)
         draw_header(root, header, width)
+        if self.left_out is not None:
+            root.set("data-left-out", f"{self._describe_gap(self.left_out)} of the timeline")
         self.draw_time_axis(root, top - 4, bottom)
         for stage in range(len(self.program.stages)):
             self.draw_stage_row(root, stage, top + stage * (self.row_height + _ROW_GAP))
-        for fold in self.folds:
-            self.draw_fold_bracket(root, fold, top, bottom)
+        for part in self.folds:
+            if isinstance(part, Fold):
+                self.draw_fold_bracket(root, part, top, bottom)
+            else:
+                self.draw_gap(root, part, top, bottom)
         return root
+
+    @staticmethod
+    def _describe_gap(gap: Gap) -> str:
+        start, end = gap.hidden
+        return f"{seconds_text(end - start)} (from {seconds_text(start)} to {seconds_text(end)})"
+
+    def draw_gap(self, root: ET.Element, gap: Gap, top: float, bottom: float) -> None:
+        """Mark the place in ``root`` at which ``gap``, the middle of the step, is left out: two dashed lines, the
+        seconds between them above, and dots in each row. ``top``, ``bottom``: y coordinates of the edges of the rows.
+        """
+        start, end = gap.hidden
+        outer = draw_group(root, f"left out: {gap.count:,} computations in {self._describe_gap(gap)}")
+        first = self.scale.x(start)
+        middle = first + self.scale.gap / 2
+        draw_text(outer, middle, top - 14, f"{seconds_text(end - start)} left out", size=12, bold=True, anchor="middle")
+        for x in (first + 2, first + self.scale.gap - 2):
+            draw_line(outer, x, top - 8, x, bottom, "ink", 1.5).set("stroke-dasharray", "6 4")
+        for stage in range(len(self.program.stages)):
+            y = top + stage * (self.row_height + _ROW_GAP) + _LANE_HEIGHTS["compute"] / 2 + 4
+            draw_text(outer, middle, y, ". . .", size=14, fill="muted", anchor="middle")
 
     def draw_fold_bracket(self, root: ET.Element, fold: Fold, top: float, bottom: float) -> None:
         """Mark a repeated part of the step in ``root``: draw a bracket with the number of periods above its first
@@ -346,7 +406,8 @@ class _TimelineChart:
         for time in [*times, self.total]:
             if time < self.total and any(start < time < stop for start, stop in self._hidden_spans):
                 continue
-            x, words = self.scale.x(time), seconds_text(time)
+            places = max(3, 1 + math.floor(math.log10(time / step))) if 0 < time < self.total else 3
+            x, words = self.scale.x(time), seconds_text(time, places)
             room = text_width(words, 11) / 2 + 6
             if x - last < room or (time < self.total and right - x < 2 * room + 12):
                 continue

@@ -52,17 +52,18 @@ def embed_picture(view: str, draw_source: Callable[[], str]) -> Embedded:
         return Embedded(None, missing=_format_missing(view, len(source)))
     root = ET.fromstring(clean_text(source, len(source)))
     notes, legend = _take_header(root)
+    undrawn = root.attrib.pop("data-left-out", "")
     _adapt_elements(root)
     root.set("aria-label", view)
     size = len(format_html(root).encode())
     if size <= MOST_PICTURE_BYTES:
-        return Embedded(root, notes, legend)
+        return Embedded(root, notes, legend, left_out=undrawn)
     for parent in root.iter():
         for title in parent.findall("title"):
             parent.remove(title)
     if len(format_html(root).encode()) <= MOST_PICTURE_BYTES:
-        left_out = f"the details under the pointer of the {view}, {bytes_text(size)} with them"
-        return Embedded(root, notes, legend, left_out=left_out)
+        details = f"the details under the pointer of the {view}, {bytes_text(size)} with them"
+        return Embedded(root, notes, legend, left_out=" and ".join(filter(None, (undrawn, details))))
     return Embedded(None, missing=_format_missing(view, size))
 
 

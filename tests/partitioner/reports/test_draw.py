@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from itertools import combinations
 from xml.etree import ElementTree as ET
@@ -17,8 +18,9 @@ from partitioner.draw import VIEWS, DrawError, draw
 from partitioner.draw.graph_layout import PanelBox, Wire, WireLanes, lay_out
 from partitioner.draw.svg import PALETTE, Header, create_picture, draw_header, text_width
 from partitioner.draw.timeline import Bar, draw_timeline, idle_shares, join_call_bars, merge_narrow_bars, tick_step
-from partitioner.draw.timeline_folds import Fold, TimeScale, find_folds
+from partitioner.draw.timeline_folds import Fold, Gap, TimeScale, find_folds, leave_out_middle
 from partitioner.plans.outline import chunk_starts, fold_runs, outline_program, path_range
+from partitioner.report.pictures import embed_picture
 from partitioner.runtime.program.instructions import Instruction
 from tests.helpers.sample_programs import llama, plan_of
 from tests.helpers.svg_texts import SVG, parsed, texts, tooltips
@@ -262,6 +264,58 @@ def test_what_differs_is_not_folded():
     bars = steady_bars(128)
     uneven = [Bar(0, b.start, b.end - 0.5 * (n % 7 == 0), b.instruction) for n, b in enumerate(bars)]
     assert all(fold.times < 8 for fold in find_folds(uneven, 1))
+
+
+def make_uneven_bars(num_stages: int, count: int) -> list[Bar]:
+    """``count`` microbatches on each of ``num_stages`` stages, whose times all differ, so that no period repeats."""
+    draw_time = random.Random(0).uniform
+    bars = []
+    for stage in range(num_stages):
+        time = float(stage)
+        for m in range(count):
+            for op in ("F", "B"):
+                end = time + draw_time(1.0, 2.0)
+                i = Instruction(op=op, stage=stage, microbatch=m, calls=(0, 4))  # type: ignore[arg-type]
+                bars.append(Bar(stage, time, end, i))
+                time = end
+    return bars
+
+
+@pytest.mark.parametrize(("num_stages", "count"), [(2, 4000), (32, 1000)])
+def test_the_middle_of_a_long_irregular_step_is_left_out(num_stages: int, count: int):
+    program, bars = llama(pp=num_stages, dp=1, tp=1, layers=num_stages), make_uneven_bars(num_stages, count)
+    svg = draw_timeline("long", program, bars)
+    assert len(svg) < 1_000_000
+    assert sum(t.endswith(" s left out") for t in texts(svg)) == 1
+    assert "too long to be drawn in full" in " ".join(texts(svg))
+    tips = " ".join(tooltips(svg))
+    for microbatch in (0, count - 1):
+        assert f"forward of microbatch {microbatch}\n" in tips
+    assert f"forward of microbatch {count // 2}\n" not in tips
+    at_left, at_right = min(ticks(svg)), max(ticks(svg))
+    assert at_left == 0.0 and at_right == pytest.approx(max(b.end for b in bars), rel=0.01)
+    page = embed_picture("timeline", lambda: svg)
+    assert page.drawing is not None and "of the timeline" in page.left_out
+    short = draw_timeline("short", program, make_uneven_bars(num_stages, 20))
+    assert not any(t.endswith("left out") for t in texts(short))
+
+
+def test_labels_of_ticks_differ_however_late_they_are():
+    late = [Bar(0, b.start + 1000, b.end + 1000, b.instruction) for b in make_uneven_bars(1, 4000)]
+    shown = ticks(draw_timeline("late", llama(pp=1, layers=4), late))
+    assert len(set(shown)) == len(shown)
+
+
+def test_a_gap_takes_in_the_repeated_parts_it_overlaps():
+    """Of 400 computations of a second each, the gap leaves 3/8 of 80 at either end: 30 s. The part from 25 s on, of
+    which the second period begins at 35 s, is within; the one whose periods begin at 375 s is not.
+    """
+    bars = [bar(i, i + 1, microbatch=i) for i in range(400)]
+    within, beyond = Fold(25.0, 10.0, 4), Fold(375.0, 5.0, 4)
+    first, last = leave_out_middle(bars, (within, beyond), 80, 80)
+    assert (first, last) == (Gap(30.0, 355.0, 325), beyond)
+    assert leave_out_middle(bars, (within, beyond), 400, 400) == (within, beyond)
+    assert leave_out_middle(bars[:50], (), 80, 80) == ()
 
 
 def test_sends_too_many_to_draw_are_said_to_be_left_out():

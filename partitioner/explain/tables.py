@@ -634,12 +634,12 @@ def disk_text(plan: Plan) -> str:
 
 def bandwidth_text(plan: Plan) -> str:
     """Return the bandwidth per device of each kind of link in the topology of ``plan``, if all devices transfer at
-    once, for example ``nvlink4 450 GB/s, ib-ndr 50 GB/s per device``; empty for one rank.
+    once, for example ``nvlink4 450 GB/s, ib-ndr 50 GB/s per device and direction``; empty for one rank.
     """
     if plan.world_size == 1:
         return ""
     rates = [f"{level.name} {level_rates(plan.topology, level)[1]}" for level in plan.topology.levels]
-    return f"{', '.join(rates)} per device" if rates else ""
+    return f"{', '.join(rates)} per device and direction" if rates else ""
 
 
 def _find_batch_size(plan: Plan) -> int:

@@ -75,7 +75,7 @@ def test_the_summary_has_the_figures(plan: Plan):
         in words
     )
     assert "The proof covers the pipeline schedules 1F1B and ZB-1P. Wider tp was not tried." in words
-    assert line_of(text, "bandwidth").endswith("nvlink4 450 GB/s, ib-ndr 50 GB/s per device")
+    assert line_of(text, "bandwidth").endswith("nvlink4 450 GB/s, ib-ndr 50 GB/s per device and direction")
     assert line_of(text, "of which").endswith("computation 71%, exposed communication 18%, pipeline bubble 11%")
     assert line_of(text, "aten.sort.stable").endswith("0.4%")
     assert "- dropout is off" in text

@@ -56,9 +56,9 @@ from partitioner.plans.figures import (
     waiting_shares,
 )
 from partitioner.plans.mesh_axes import axis_text, devices_text
-from partitioner.plans.outline import Outline, outline_program
+from partitioner.plans.outline import Outline, describe_block, outline_program
 from partitioner.runtime.family.data import BatchPadding
-from partitioner.runtime.program.program import list_updated_states
+from partitioner.runtime.program.program import Program, list_updated_states
 from partitioner.topology.groups import stage_ranks
 from partitioner.topology.hosts import BOUNDLESS
 from partitioner.units import (
@@ -234,7 +234,7 @@ def explain_parts(plan: Plan) -> list[RenderableType]:
         ("How is the work divided?", list(_explain_partition(plan, whole))),
         ("How is the sequence shared?", list(explain_sequence_axis(plan))),
         ("How are the experts spread?", list(explain_expert_axis(plan))),
-        ("How are the parameters laid out?", list(_explain_weights(whole)) if whole else []),
+        ("How are the parameters laid out?", list(_explain_weights(whole, plan.program)) if whole else []),
         ("What is communicated?", list(_explain_communication(whole)) if whole else []),
         ("What would other layouts take?", list(_explain_alternatives(plan))),
         ("How good is it?", list(_explain_certificate(plan))),
@@ -494,9 +494,9 @@ def _explain_partition(plan: Plan, whole: Outline | None) -> Iterator[Renderable
         )
 
 
-def _explain_weights(whole: Outline) -> Iterator[RenderableType]:
+def _explain_weights(whole: Outline, program: Program) -> Iterator[RenderableType]:
     """Yield lines that list the weights of each type of block (such as a decoder layer) by the way in which they are
-    sharded. A type that occurs on several stages is listed once. ``whole``: the overview of a program (what each rank
+    sharded. A type that occurs on several stages is listed once. ``whole``: the overview of ``program`` (what each rank
     executes).
     """
     seen: dict[tuple[str, ...], dict[str, list[str]]] = {}
@@ -510,7 +510,7 @@ def _explain_weights(whole: Outline) -> Iterator[RenderableType]:
                     names.append(name)
     for blocks, ways in seen.items():
         if ways:
-            yield format_text_line(f"{' + '.join(blocks)}:")
+            yield format_text_line(f"{' + '.join(describe_block(program, block) for block in blocks)}:")
             for way, names in ways.items():
                 yield indent_part(indent_part(Text(f"{way}: {', '.join(names)}")))
     layouts = {weight.layout for stage in whole.stages for group in stage.groups for weight in group.weights}

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 import re
-from itertools import combinations
+from itertools import combinations, pairwise
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from partitioner import Constraints, Topology, partition
 from partitioner.draw import VIEWS, DrawError, draw
@@ -19,9 +20,11 @@ from partitioner.draw.graph_layout import PanelBox, Wire, WireLanes, lay_out
 from partitioner.draw.svg import PALETTE, Header, create_picture, draw_header, text_width
 from partitioner.draw.timeline import Bar, draw_timeline, idle_shares, join_call_bars, merge_narrow_bars, tick_step
 from partitioner.draw.timeline_folds import Fold, Gap, TimeScale, find_folds, leave_out_middle
+from partitioner.plan import Plan
 from partitioner.plans.outline import chunk_starts, fold_runs, outline_program, path_range
 from partitioner.report.pictures import embed_picture
 from partitioner.runtime.program.instructions import Instruction
+from partitioner.topology import loads
 from tests.helpers.sample_programs import llama, plan_of
 from tests.helpers.svg_texts import SVG, parsed, texts, tooltips
 
@@ -369,6 +372,90 @@ def test_the_turning_stage_of_a_v_schedule_has_two_virtual_stages():
     pins = Constraints(pp=2, schedule="zb-v", microbatch_size=2)
     plan = partition(model, Topology.local(2), (torch.zeros(8, 8),), constraints=pins, loss=lambda y: y.square().mean())
     assert [len(chunk_starts(stage)) for stage in plan.program.stages] == [2, 2]
+
+
+def plan_stages(**pins: Any) -> Plan:
+    """A plan for eight equal layers and a loss on four ranks."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(8)))
+    return partition(
+        model,
+        Topology.local(4),
+        (torch.zeros(16, 8),),
+        constraints=Constraints(pp=4, microbatch_size=2, **pins),
+        loss=lambda y: y.square().mean(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("pins", "labels", "of_stages"),
+    [
+        (
+            {"schedule": "zb-v"},
+            ["0 → 1", "1 → 2", "2 → 3", "4 → 5", "5 → 6", "6 → 7"],
+            ["virtual stages 0, 7", "virtual stages 1, 6", "virtual stages 2, 5", "virtual stages 3–4"],
+        ),
+        (
+            {"schedule": "interleaved", "virtual_stages": 2},
+            ["0 → 1, 4 → 5", "1 → 2, 5 → 6", "2 → 3, 6 → 7", "3 → 4"],
+            ["virtual stages 0, 4", "virtual stages 1, 5", "virtual stages 2, 6", "virtual stages 3, 7"],
+        ),
+    ],
+)
+def test_connectors_name_the_virtual_stages_they_connect(pins: dict[str, Any], labels: list[str], of_stages: list[str]):
+    shown = texts(draw(plan_stages(**pins), "graph"))
+    named = [t for t in shown if t.startswith("virtual stage ") and "→" in t]
+    assert sorted(t.removeprefix("virtual stage ").partition(":")[0] for t in named) == labels
+    assert [t for t in shown if t in of_stages] == of_stages
+    assert {f"virtual stage {n}" for n in range(8)} <= set(shown)  # on the cards of layers
+    assert not any("virtual stage" in t for t in texts(draw(plan_stages(schedule="1f1b"), "graph")))
+
+
+def test_virtual_stages_are_found_where_the_first_microbatch_runs_call_by_call():
+    """Parameters are gathered before the first forward of each layer, but not before later microbatches."""
+    stage = llama(pp=2, layers=8).stages[0]
+
+    def forward(microbatch: int, *cuts: int) -> list[Instruction]:
+        return [Instruction(op="F", stage=0, microbatch=microbatch, calls=span) for span in pairwise(cuts)]
+
+    turning = (*forward(0, 0, 1, 2, 3, 4), *forward(1, 0, 2, 4))
+    assert chunk_starts(stage.model_copy(update={"instructions": turning})) == [0, 2]
+    with_head = (*forward(0, 0, 1, 2, 4), *forward(1, 0, 4))
+    assert chunk_starts(stage.model_copy(update={"instructions": with_head})) == [0]
+
+
+def test_equal_stages_on_other_devices_are_not_drawn_together():
+    plan = plan_of(llama(pp=16, dp=1, tp=8, layers=128))
+    kinds = "[{type: h100-sxm, devices: 8, count: 8}, {type: a100-80gb, devices: 8, count: 8}]"
+    topology = loads(f"nodes: {kinds}\nlevels: [{{like: nvlink4, nodes: 1}}, {{like: ib-ndr}}]")
+    shown = texts(draw(plan.model_copy(update={"topology": topology}), "graph"))
+    assert {"7 equal stages, drawn once", "on h100-sxm", "on a100-80gb"} <= set(shown)
+    assert [t for t in shown if t.startswith("Stages")] == ["Stages 1–7ranks 8–63", "Stages 8–14ranks 64–119"]
+
+
+def test_names_of_divided_and_common_blocks_are_those_of_their_modules():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared, self.position = nn.Embedding(16, 8), nn.Linear(1, 8)
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+            self.head = nn.Linear(8, 16)
+
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+            angle = torch.arange(ids.shape[1], dtype=torch.float32)[:, None].cos()
+            x = self.shared(ids)
+            for layer in self.layers:
+                x = x + layer(x) * angle
+            return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+    ids = torch.zeros(8, 4, dtype=torch.int64)
+    plan = partition(Model(), Topology.local(2), (ids, ids), constraints=Constraints(pp=2, microbatch_size=2))
+    whole = outline_program(plan.program)
+    titles = {group.title for stage in whole.stages for group in stage.groups}
+    assert titles == {"shared", "layer inputs", "layers.*", "batch totals for head", "head"}
+    assert {"shared", "layer inputs", "head"} <= {group.paths for stage in whole.stages for group in stage.groups}
+    told = plan.summary() + plan.explain()
+    assert "batch totals for head" in told and "such as the number of targets" in told
+    assert not re.search(r"shared#|head\.rest|head\.totals|sums of head", told)
 
 
 def test_recomputed_layers_repeat_their_collectives_in_backward():

@@ -13,6 +13,7 @@ from partitioner.explain.proof import explain_proof, is_covered, list_uncovered_
 from partitioner.explain.stage_layers import list_stage_lines
 from partitioner.explain.tables import (
     UNCOVERED_MARK,
+    baseline_text,
     build_bar_chart,
     build_figure_grid,
     candidate_counts,
@@ -623,15 +624,15 @@ def _get_layout(candidate: Candidate) -> tuple[str, int, str]:
 
 
 def _format_baseline(baseline: Baseline, plan: Plan) -> str:
-    """Return a line on ``baseline``, a standard layout that is compared with ``plan``: its name, its step time or why
-    it is not possible, and by which kinds of time it differs from the plan.
+    """Return a line on ``baseline``, a standard layout that is compared with ``plan``: its name, layout and microbatch
+    size, its step time or why it is not possible, and by which kinds of time it differs from the plan.
     """
     if baseline.candidate is None:
         return f"{baseline.name}: {baseline.excluded}"
     excluded = f"; {baseline.excluded}" if baseline.excluded else ""
     unhosted = "" if baseline.offload else describe_tried_offload(plan)
     became = describe_outcome(baseline.candidate, plan.certificate.objective, unhosted)
-    layout = ", ".join(filter(None, (candidate_text(baseline.candidate), format_offload(baseline))))
+    layout = ", ".join(filter(None, (baseline_text(baseline.candidate), format_offload(baseline))))
     differences = ""
     if baseline.candidate.status != "chosen" and baseline.candidate.breakdown:
         differences = format_time_changes(plan.estimate.breakdown, baseline.candidate.breakdown)

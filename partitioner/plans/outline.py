@@ -363,9 +363,8 @@ def _describe_path(program: Program, call: CallData) -> str:
 def _is_common(program: Program, name: str) -> bool:
     """Return whether the block ``name`` of ``program`` is what several layers read, and no module of the model with
     that name."""
-    block = program.blocks[name]
-    paths = (str(node.get("path", "")) for node in block.nodes)
-    return name.split("#")[0] == _COMMON and not block.states and all(p.split(".")[0] != _COMMON for p in paths)
+    paths = (str(node.get("path", "")) for node in program.blocks[name].nodes)
+    return name.split("#")[0] == _COMMON and all(path.split(".")[0] != _COMMON for path in paths)
 
 
 def chunk_starts(stage: Stage) -> list[int]:

@@ -438,10 +438,11 @@ def test_names_of_divided_and_common_blocks_are_those_of_their_modules():
             super().__init__()
             self.shared, self.position = nn.Embedding(16, 8), nn.Linear(1, 8)
             self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+            self.register_buffer("scale", torch.ones(1))
             self.head = nn.Linear(8, 16)
 
         def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-            angle = torch.arange(ids.shape[1], dtype=torch.float32)[:, None].cos()
+            angle = torch.arange(ids.shape[1], dtype=torch.float32)[:, None].cos() * self.scale
             x = self.shared(ids)
             for layer in self.layers:
                 x = x + layer(x) * angle

@@ -15,9 +15,10 @@ from partitioner import Plan, Topology
 from partitioner.plan import Candidate, OperatorShare
 from partitioner.report import page, pictures
 from partitioner.report.html import build_element, clean_text, format_html
-from partitioner.report.operator_costs import list_operator_costs
+from partitioner.report.operator_costs import build_operator_table, list_operator_costs
 from partitioner.report.page import MOST_BYTES, build_report, build_topology_report, read_asset
 from partitioner.report.tables import MOST_ANSWERS, MOST_CANDIDATES, count_left_candidates, list_questions
+from partitioner.topology import loads
 from tests.helpers.parsed_html import Node, parse_html
 from tests.helpers.sample_programs import llama, plan_of
 
@@ -150,6 +151,26 @@ def test_operators_are_sorted_and_complete(plan: Plan):
     assert priced <= blocks and any(cost.flops for cost in costs)
     calls = sum(1 for stage in plan.program.stages for call in stage.calls if call.block == costs[0].block)
     assert costs[0].calls == calls
+
+
+def test_operators_are_priced_on_each_device_type(plan: Plan):
+    """Stages 0 and 1 are on H100s and stages 2 and 3 on A100s, which are slower; each has two of the eight layers."""
+    kinds = "[{type: h100-sxm, devices: 8}, {type: a100-80gb, devices: 8}]"
+    topology = loads(f"nodes: {kinds}\nlevels: [{{like: nvlink4, nodes: 1}}, {{like: ib-ndr}}]")
+    mixed = plan.model_copy(update={"topology": topology})
+    costs = list_operator_costs(mixed)
+    layers = [cost for cost in costs if cost.block == "DecoderLayer"]
+    for operator in {cost.operator for cost in layers}:
+        found = {cost.device: cost for cost in layers if cost.operator == operator}
+        assert {(device, cost.stages, cost.calls) for device, cost in found.items()} == {
+            ("h100-sxm", "0–1", 4),
+            ("a100-80gb", "2–3", 4),
+        }
+        assert sum(found["a100-80gb"].seconds) > sum(found["h100-sxm"].seconds)
+    table = format_html(build_operator_table(costs))
+    assert ">device<" in table and "for each device type" in table
+    alone = format_html(build_operator_table(list_operator_costs(plan)))
+    assert ">device<" not in alone and "(h100-sxm)" in alone
 
 
 def test_hostile_texts_are_escaped(plan: Plan):

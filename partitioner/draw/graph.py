@@ -52,8 +52,8 @@ from partitioner.plans.figures import (
     key_figures,
     list_usable_bytes,
     mesh_text,
-    picture_title,
     share_of_usable,
+    view_title,
 )
 from partitioner.plans.outline import (
     CallGroup,
@@ -284,7 +284,7 @@ def draw_graph(plan: Plan) -> str:
     drawing, width, height = scene.draw_graph()
     used = {name[2:] for e in drawing.iter() for name in e.get("class", "").split() if name[:2] in ("f-", "s-")}
     header = Header(
-        title=picture_title(plan),
+        title=view_title(plan, "graph"),
         subtitle="Bytes are those of one rank and one microbatch"
         + (REDUCED if plan.program.objective == "train" else ".")
         + (_NUMBERED if scene.numbers else ""),
@@ -293,7 +293,7 @@ def draw_graph(plan: Plan) -> str:
     )
     total = max(width + 2 * _MARGIN, 860.0)
     top = draw_header(create_picture(total, 0, ""), header, total)
-    root = create_picture(total, top + height + _MARGIN, picture_title(plan))
+    root = create_picture(total, top + height + _MARGIN, header.title)
     draw_header(root, header, total)
     drawing.set("transform", f"translate({_MARGIN:g} {top:g})")
     root.append(drawing)

@@ -29,7 +29,7 @@ from partitioner.draw.timeline import tick_step
 from partitioner.explain.explain import MEMORY_KINDS, memory_words
 from partitioner.explain.tables import disk_text, host_text
 from partitioner.plan import Plan
-from partitioner.plans.figures import key_figures, list_usable_bytes, picture_title, share_of_usable, simulated_seconds
+from partitioner.plans.figures import key_figures, list_usable_bytes, share_of_usable, simulated_seconds, view_title
 from partitioner.runtime.program.analysis import ProgramFacts
 from partitioner.runtime.program.memory import MemoryMoment, memory_moments
 from partitioner.runtime.program.simulate import SimulatedSpan, Timeline
@@ -188,10 +188,10 @@ class _MemoryChart:
             + self._describe_usable_memory()
             + self._describe_host_bytes()
         )
-        header = Header(picture_title(self.plan), note, key_figures(self.plan), legend)
+        header = Header(view_title(self.plan, "memory"), note, key_figures(self.plan), legend)
         top = draw_header(create_picture(width, 0, ""), header, width) + 10
         bottom = top + len(self.stages) * (self.height + self.gap) - self.gap
-        root = create_picture(width, bottom + 46, self._format_description())
+        root = create_picture(width, bottom + 46, header.title)
         draw_header(root, header, width)
         self.draw_time_axis(root, top, bottom)
         for stage in range(len(self.stages)):
@@ -214,9 +214,6 @@ class _MemoryChart:
         text = host_text(self.plan)
         disk = disk_text(self.plan)
         return (f" In host memory, not drawn: {text}." if text else "") + (f" On disk: {disk}." if disk else "")
-
-    def _format_description(self) -> str:
-        return f"{picture_title(self.plan)}: memory over the step"
 
     def x(self, seconds: float) -> float:
         """Return the x coordinate in pixels of the time ``seconds`` from the start of the simulated step."""

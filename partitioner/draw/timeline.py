@@ -31,7 +31,7 @@ from partitioner.draw.svg import (
 )
 from partitioner.draw.timeline_folds import Fold, Gap, TimeScale, find_folds, leave_out_middle
 from partitioner.plan import Plan
-from partitioner.plans.figures import key_figures, picture_title, simulated_seconds
+from partitioner.plans.figures import key_figures, simulated_seconds, view_title
 from partitioner.plans.outline import chunk_starts
 from partitioner.runtime.program.instructions import Instruction
 from partitioner.runtime.program.program import Program
@@ -123,7 +123,7 @@ def draw_plan_timeline(plan: Plan) -> str:
     """
     bars, notes = _scale_bars_to_step_time(plan, bars_of(plan_timeline(plan)))
     total = None if plan.constraints.overlap_steps else plan.estimate.step_time
-    return draw_timeline(picture_title(plan), plan.program, bars, key_figures(plan), total, notes)
+    return draw_timeline(view_title(plan, "timeline"), plan.program, bars, key_figures(plan), total, notes)
 
 
 def _scale_bars_to_step_time(plan: Plan, bars: list[Bar]) -> tuple[list[Bar], list[str]]:

@@ -32,7 +32,7 @@ from partitioner.draw.svg import (
     text_width,
     to_text,
 )
-from partitioner.plans.figures import mesh_text, picture_title
+from partitioner.plans.figures import VIEW_NAMES, mesh_text, view_title
 from partitioner.plans.mesh_axes import AxisCell, _find_axis_uses, link_rows
 from partitioner.topology.groups import stage_ranks
 from partitioner.topology.hardware import Device
@@ -294,7 +294,9 @@ class _TopologyScene:
 
     @property
     def title(self) -> str:
-        return picture_title(self.plan) if self.plan is not None else self.topology.name
+        if self.plan is None:
+            return f"{VIEW_NAMES['topology']} of {self.topology.name}"
+        return view_title(self.plan, "topology")
 
     def format_subtitle(self, clusters: Sequence[NodeCluster], links: LinkTable) -> str:
         """Return the sentences below the title of the picture: what bandwidths and the numbers in the boxes of devices

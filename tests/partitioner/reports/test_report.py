@@ -17,7 +17,13 @@ from partitioner.report import page, pictures
 from partitioner.report.html import build_element, clean_text, format_html
 from partitioner.report.operator_costs import build_operator_table, list_operator_costs
 from partitioner.report.page import MOST_BYTES, build_report, build_topology_report, read_asset
-from partitioner.report.tables import MOST_ANSWERS, MOST_CANDIDATES, count_left_candidates, list_questions
+from partitioner.report.tables import (
+    CANDIDATE_TABLES,
+    MOST_ANSWERS,
+    MOST_CANDIDATES,
+    count_left_candidates,
+    list_questions,
+)
 from partitioner.topology import loads
 from tests.helpers.parsed_html import Node, parse_html
 from tests.helpers.sample_programs import llama, plan_of
@@ -206,7 +212,7 @@ def test_the_size_is_bounded(pp: int, dp: int, tp: int, layers: int):
     assert len(text.encode()) < MOST_BYTES
     assert count_left_candidates(plan) > 5000
     left = next(n.text for n in parse_html(text) if n.attributes.get("id") == "left-out")
-    assert f"{count_left_candidates(plan):,} without a row; the table has the best {MOST_CANDIDATES}." in left
+    assert f"{count_left_candidates(plan):,} without a row; the tables have the best {MOST_CANDIDATES}." in left
 
 
 def test_limits_add_up_to_less_than_the_bound():
@@ -223,9 +229,44 @@ def test_large_pictures_are_left_out(plan: Plan, monkeypatch: pytest.MonkeyPatch
     nodes = parse_html(build_report(plan))
     left = next(n.text for n in nodes if n.attributes.get("id") == "left-out")
     assert said in left
-    drawn = [svg for svg in find_nodes(nodes, "svg", role="img") if svg.attributes["aria-label"] == "memory"]
+    shown = find_nodes(nodes, "svg", role="img")
+    drawn = [svg for svg in shown if (svg.attributes["aria-label"] or "").startswith("Memory")]
     assert len(drawn) == (most > 10_000)
     assert not [n for n in nodes if n.tag == "title" and drawn and drawn[0] in n.parents]
+
+
+def test_every_picture_has_a_title_of_its_own(plan: Plan, nodes: list[Node]):
+    titles = [svg.attributes["aria-label"] or "" for svg in find_nodes(nodes, "svg", role="img")]
+    assert len(set(titles)) == 4
+    beginnings = ("Pipeline stages", "Timeline", "Memory", "Devices and links")
+    for title, view, beginning in zip(titles, ("graph", "timeline", "memory", "topology"), beginnings, strict=True):
+        assert title.startswith(beginning) and "LlamaForCausalLM: training step on 16 ranks" in title
+        svg = plan.to_svg(view=view)
+        assert f"<title>{title}</title>" in svg and f">{title}</text>" in svg
+    captions = [n.text for n in find_nodes(nodes, "figcaption")]
+    assert all(caption.startswith(title) for caption, title in zip(captions, titles, strict=True))
+
+
+def test_many_candidates_are_folded(plan: Plan):
+    def count_rows(nodes: list[Node], name: str) -> int:
+        within = (n for n in nodes if n.tag == "tr" and any(p.attributes.get("id") == name for p in n.parents))
+        return sum(any(p.tag == "tbody" for p in row.parents) for row in within)
+
+    known = len(plan.certificate.candidates)
+    few, many = (parse_html(build_report(with_candidates(plan, more))) for more in (10, 200))
+    best, others = CANDIDATE_TABLES
+    assert (count_rows(few, best), count_rows(few, others)) == (known + 10, 0)
+    assert (count_rows(many, best), count_rows(many, others)) == (12, known + 188)
+    folded = next(n for n in many if n.attributes.get("id") == others)
+    assert any(p.tag == "details" and "open" not in p.attributes for p in folded.parents)
+    assert find_nodes(many, "input", **{"data-tables": f"{best} {others}"})
+
+
+def test_the_chosen_row_is_marked_in_both_tables(nodes: list[Node]):
+    marked = [n for n in nodes if n.tag == "tr" and n.attributes.get("class") == "chosen"]
+    sections = [next(p.attributes["id"] for p in row.parents if p.tag == "section") for row in marked]
+    assert sections == ["candidates", "explanation"]
+    assert all("chosen" in row.text for row in marked)
 
 
 def test_large_sections_are_left_out(plan: Plan, monkeypatch: pytest.MonkeyPatch):

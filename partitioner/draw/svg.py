@@ -346,7 +346,7 @@ def text_width(content: str, size: float, bold: bool = False) -> float:
             width += 1.05
         else:
             width += 0.72 if char.isupper() else 0.61
-    return width * size * (1.06 if bold else 1.0)
+    return width * size * (1.14 if bold else 1.0)
 
 
 @dataclass(frozen=True)

@@ -222,6 +222,7 @@ class _TimelineChart:
         self.notes = notes
         self.total = total or max((b.end for b in bars), default=0.0) or 1.0
         self.idle = idle_shares(program, bars, self.total)
+        self.chunks = [chunk_starts(stage) for stage in program.stages]
         self.folds = self._find_hidden_parts(bars)
         self.bars = [bar for bar in bars if not any(a <= bar.start and bar.end <= b for a, b in self._hidden_spans)]
         counts = Counter(self.find_bar_style(b).lane for b in self.bars)
@@ -233,7 +234,6 @@ class _TimelineChart:
         ]
         per_stage = program.world_size // len(program.stages)
         self.ranks = [format_ranges(range(s * per_stage, (s + 1) * per_stage)) for s in range(len(program.stages))]
-        self.chunks = [chunk_starts(stage) for stage in program.stages]
         labels = [text_width(f"{'rank' if per_stage == 1 else 'ranks'} {r}", 10) for r in self.ranks]
         self.left = _MARGIN + max([text_width("Stage 00", 13, True), *labels]) + 14
         self.width = self._plot_width()
@@ -250,7 +250,7 @@ class _TimelineChart:
         computing = 0
         for stage in stages:
             mine = [b for b in bars if b.stage == stage]
-            joined = join_call_bars([b for b in mine if self.find_bar_style(b).lane == "compute"])
+            joined = join_call_bars([b for b in mine if self.find_bar_style(b).lane == "compute"], self.chunks[stage])
             computing = max(computing, len(joined))
             kept += [*joined, *(b for b in mine if self.find_bar_style(b).lane in ("reduce", "gather", "host"))]
         return find_folds(kept, len(stages)) if computing > _MOST_BARS else ()
@@ -265,7 +265,7 @@ class _TimelineChart:
         by_stage: dict[int, list[Bar]] = {}
         for bar in bars:
             by_stage.setdefault(bar.stage, []).append(bar)
-        joined = [bar for own in by_stage.values() for bar in join_call_bars(own)]
+        joined = [bar for stage, own in by_stage.items() for bar in join_call_bars(own, self.chunks[stage])]
         computing = [bar for bar in joined if bar.instruction.op in ("F", "B", "I", "W")]
         of_stage = max(_MOST_STAGE_BARS, 4 * stages)
         return leave_out_middle(computing, folds, int(self.share * most), int(self.share * of_stage))
@@ -428,7 +428,8 @@ class _TimelineChart:
             for start, stop in self.scale.visible(0.0, self.total):
                 draw_rectangle(root, start, y, stop - start, height, "hatched" if lane == "compute" else "panel")
             mine = [b for b in self.bars if b.stage == stage and self.find_bar_style(b).lane == lane]
-            for bar in merge_narrow_bars(join_call_bars(mine), _MERGE * self.scale.seconds_per_pixel):
+            joined = join_call_bars(mine, self.chunks[stage])
+            for bar in merge_narrow_bars(joined, _MERGE * self.scale.seconds_per_pixel):
                 self.draw_bar_box(root, bar, y, height)
             y += height + _LANE_GAP
         idle = f"{format_percent(self.idle[stage])} idle"
@@ -491,14 +492,15 @@ class _TimelineChart:
         return "\n".join(lines)
 
 
-def join_call_bars(bars: Sequence[Bar]) -> list[Bar]:
+def join_call_bars(bars: Sequence[Bar], chunks: Sequence[int] = ()) -> list[Bar]:
     """Return ``bars``, the instructions of one pipeline stage, by start time. Consecutive instructions of one
-    microbatch that run consecutive layers without a pause are joined into one bar.
+    microbatch that run consecutive layers of one virtual stage without a pause are joined into one bar. ``chunks``: the
+    positions of the calls at which the virtual stages of the rank begin.
     """
     joined: list[Bar] = []
     for bar in sorted(bars, key=lambda b: (b.start, b.end)):
         last = joined[-1] if joined else None
-        calls = _joined_calls(last, bar) if last else None
+        calls = _joined_calls(last, bar, chunks) if last else None
         if last and calls and bar.start - last.end <= 1e-3 * (bar.end - last.start):
             whole = bar.instruction.model_copy(update={"calls": calls})
             joined[-1] = replace(last, end=bar.end, instruction=whole)
@@ -507,13 +509,15 @@ def join_call_bars(bars: Sequence[Bar]) -> list[Bar]:
     return joined
 
 
-def _joined_calls(last: Bar, bar: Bar) -> tuple[int, int] | None:
+def _joined_calls(last: Bar, bar: Bar, chunks: Sequence[int]) -> tuple[int, int] | None:
     """Return the range of layers that the instructions ``last`` and ``bar`` run together, as a pair (index of the
-    first, index behind the last one); ``None`` if they differ in operation or microbatch, or if their layers are not
-    adjacent.
+    first, index behind the last one); ``None`` if they differ in operation, microbatch or virtual stage, or if their
+    layers are not adjacent. ``chunks``: the indices of the first layers of virtual stages.
     """
     one, two = last.instruction, bar.instruction
     if one.op != two.op or one.microbatch != two.microbatch or not one.calls or not two.calls:
+        return None
+    if max(one.calls[0], two.calls[0]) in chunks:
         return None
     if one.calls[1] == two.calls[0] or two.calls[1] == one.calls[0]:
         return min(one.calls[0], two.calls[0]), max(one.calls[1], two.calls[1])

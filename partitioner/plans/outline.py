@@ -356,8 +356,10 @@ def describe_block(program: Program, name: str) -> str:
 
 
 def _describe_path(program: Program, call: CallData) -> str:
-    """Return the module path of ``call``, or the name of its block for reports if no module alone computes it."""
-    return describe_block(program, call.block) if call.block.split("#")[0] == _COMMON else call.path
+    """Return the module path of ``call``, or the name of its block for reports if this says more: if the block computes
+    totals over the batch, or no module alone computes it."""
+    named = call.block.split("#")[0] == _COMMON or call.block.endswith(TOTALS)
+    return describe_block(program, call.block) if named else call.path
 
 
 def _is_common(program: Program, name: str) -> bool:

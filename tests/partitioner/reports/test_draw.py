@@ -218,6 +218,12 @@ def test_pieces_of_a_microbatch_are_one_box():
     assert [(b.start, b.end, b.instruction.calls) for b in joined] == [(0, 2, (0, 4)), (2, 3, (3, 4))]
 
 
+def test_virtual_stages_have_boxes_of_their_own():
+    pieces = [bar(0, 1, calls=(0, 2)), bar(1, 2, calls=(2, 4)), bar(2, 3, calls=(4, 6))]
+    joined = join_call_bars(pieces, chunks=(0, 4))
+    assert [(b.start, b.end, b.instruction.calls) for b in joined] == [(0, 2, (0, 4)), (2, 3, (4, 6))]
+
+
 def test_hairlines_are_drawn_together():
     assert [b.merged for b in merge_narrow_bars([bar(i, i + 1, microbatch=i) for i in range(5)], narrow=2.0)] == [5]
     assert [b.merged for b in merge_narrow_bars([bar(i, i + 1, microbatch=i) for i in range(5)], narrow=0.5)] == [1] * 5

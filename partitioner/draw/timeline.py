@@ -178,11 +178,37 @@ def draw_timeline(
     end of the last bar.
     """
     drawn, share = [b for b in bars if look_of(b.instruction)], 1.0
+    repeated = find_repeated_parts(program, drawn)
     while True:
-        text = to_text(_TimelineChart(title, program, drawn, figures, total, notes, share).draw_chart())
+        text = to_text(_TimelineChart(title, program, drawn, figures, total, notes, repeated, share).draw_chart())
         share /= 2
         if len(text) <= _MOST_BYTES or share < _LEAST_SHARE:
             return text
+
+
+def find_repeated_parts(program: Program, bars: Sequence[Bar]) -> tuple[Fold, ...]:
+    """Return the repeated parts of the step that are drawn once; an empty tuple if every stage has at most 40
+    computations. ``program``: the program to which ``bars`` belong. ``bars``: the instructions of all stages.
+    """
+    kept, computing = [], 0
+    for number, stage in enumerate(program.stages):
+        lanes: dict[Lane, list[Bar]] = {}
+        for bar in bars:
+            if bar.stage == number:
+                lanes.setdefault(get_bar_style(bar).lane, []).append(bar)
+        joined = join_call_bars(lanes.get("compute", []), chunk_starts(stage))
+        computing = max(computing, len(joined))
+        kept += [*joined, *(bar for lane in ("reduce", "gather", "host") for bar in lanes.get(lane, []))]
+    return find_folds(kept, len(program.stages)) if computing > _MOST_BARS else ()
+
+
+def get_bar_style(bar: Bar) -> OperationStyle:
+    """Return how ``bar``, the box of one instruction, is drawn: its lane (line within the row of the stage), colours
+    and texts. Its instruction must be of a kind that is drawn.
+    """
+    look = look_of(bar.instruction)
+    assert look is not None, bar.instruction
+    return look
 
 
 def idle_shares(program: Program, bars: Iterable[Bar], total: float | None = None) -> list[float]:
@@ -202,8 +228,9 @@ def idle_shares(program: Program, bars: Iterable[Bar], total: float | None = Non
 class _TimelineChart:
     """Draws the instructions ``bars`` of the stages of ``program`` over time. ``title``: the heading. ``figures``:
     numbers for the header, as pairs of texts (name, value) such as ``("step time", "7 s")``. ``total``: seconds at
-    which the axis ends; ``None``: at the end of the last bar. ``notes``: sentences for the header. ``share``: the
-    fraction of the usual numbers of computations from which the middle of the step is left out.
+    which the axis ends; ``None``: at the end of the last bar. ``notes``: sentences for the header. ``repeated``:
+    the repeated parts of the step. ``share``: the fraction of the usual numbers of computations from which the middle
+    of the step is left out.
     """
 
     def __init__(
@@ -214,6 +241,7 @@ class _TimelineChart:
         figures: Sequence[tuple[str, str]],
         total: float | None,
         notes: Sequence[str],
+        repeated: Sequence[Fold],
         share: float,
     ) -> None:
         self.title = title
@@ -223,9 +251,9 @@ class _TimelineChart:
         self.total = total or max((b.end for b in bars), default=0.0) or 1.0
         self.idle = idle_shares(program, bars, self.total)
         self.chunks = [chunk_starts(stage) for stage in program.stages]
-        self.folds = self._find_hidden_parts(bars)
+        self.folds = self._find_hidden_parts(bars, repeated)
         self.bars = [bar for bar in bars if not any(a <= bar.start and bar.end <= b for a, b in self._hidden_spans)]
-        counts = Counter(self.find_bar_style(b).lane for b in self.bars)
+        counts = Counter(get_bar_style(b).lane for b in self.bars)
         self.crowded = counts["exchange"] > _MOST_SENDS
         self.lanes: list[Lane] = [
             lane
@@ -242,25 +270,12 @@ class _TimelineChart:
             self.scale = replace(self.scale, gap=_GAP_WIDTH)
         self.figures = figures
 
-    def _find_chart_folds(self, bars: Sequence[Bar]) -> tuple[Fold, ...]:
-        """Return the repeated parts of the step that are drawn once; an empty tuple if every stage has at most 40
-        computations. ``bars``: the instructions of all stages.
-        """
-        stages, kept = range(len(self.program.stages)), []
-        computing = 0
-        for stage in stages:
-            mine = [b for b in bars if b.stage == stage]
-            joined = join_call_bars([b for b in mine if self.find_bar_style(b).lane == "compute"], self.chunks[stage])
-            computing = max(computing, len(joined))
-            kept += [*joined, *(b for b in mine if self.find_bar_style(b).lane in ("reduce", "gather", "host"))]
-        return find_folds(kept, len(stages)) if computing > _MOST_BARS else ()
-
-    def _find_hidden_parts(self, bars: Sequence[Bar]) -> tuple[Fold | Gap, ...]:
+    def _find_hidden_parts(self, bars: Sequence[Bar], folds: Sequence[Fold]) -> tuple[Fold | Gap, ...]:
         """Return the parts of the step that are not drawn: repetitions and, if the rest is too long, its middle.
-        ``bars``: the instructions of all stages. Only forwards and backwards count.
+        ``bars``: the instructions of all stages, of which only forwards and backwards count. ``folds``: the repeated
+        parts.
         """
         stages = len(self.program.stages)
-        folds = self._find_chart_folds(bars)
         most = min(_BOXES_LIMIT, max(_MOST_BOXES, 2 * stages**2))  # the computations while a pipeline fills, and more
         by_stage: dict[int, list[Bar]] = {}
         for bar in bars:
@@ -279,15 +294,6 @@ class _TimelineChart:
     def left_out(self) -> Gap | None:
         """Return the middle of the step, if it is left out because the step is too long to be drawn."""
         return next((part for part in self.folds if isinstance(part, Gap)), None)
-
-    @staticmethod
-    def find_bar_style(bar: Bar) -> OperationStyle:
-        """Return how ``bar``, the box of one instruction, is drawn: its lane (line within the row of the stage),
-        colours and texts. Its instruction must be of a kind that is drawn.
-        """
-        look = look_of(bar.instruction)
-        assert look is not None, bar.instruction
-        return look
 
     def _plot_width(self) -> float:
         """Return the width of the plot in pixels. It is wide enough for a number in the box of a typical forward,
@@ -381,9 +387,9 @@ class _TimelineChart:
         """Return pairs (name of a colour or ``hatched``, meaning) for the kinds of instructions in the picture and for
         idle time.
         """
-        used = {self.find_bar_style(b) for b in self.bars if self.find_bar_style(b).lane in self.lanes}
+        used = {get_bar_style(b) for b in self.bars if get_bar_style(b).lane in self.lanes}
         entries = [*dict.fromkeys((look.colour, look.meaning) for look in LOOKS.values() if look in used)]
-        chunks = {self.find_chunk_number(b) for b in self.bars if self.find_bar_style(b).lane == "compute"} - {0}
+        chunks = {self.find_chunk_number(b) for b in self.bars if get_bar_style(b).lane == "compute"} - {0}
         if chunks:
             which = "second virtual stage" if chunks == {1} else "further virtual stages"
             entries.append((name_chunk_colour(LOOKS["F"].colour, 1), f"fainter: a rank's {which}"))
@@ -427,7 +433,7 @@ class _TimelineChart:
             height = _LANE_HEIGHTS[lane]
             for start, stop in self.scale.visible(0.0, self.total):
                 draw_rectangle(root, start, y, stop - start, height, "hatched" if lane == "compute" else "panel")
-            mine = [b for b in self.bars if b.stage == stage and self.find_bar_style(b).lane == lane]
+            mine = [b for b in self.bars if b.stage == stage and get_bar_style(b).lane == lane]
             joined = join_call_bars(mine, self.chunks[stage])
             for bar in merge_narrow_bars(joined, _MERGE * self.scale.seconds_per_pixel):
                 self.draw_bar_box(root, bar, y, height)
@@ -444,7 +450,7 @@ class _TimelineChart:
         """Draw one visible part of ``bar`` with its label into ``outer``. ``x``, ``y``: the top left corner in pixels.
         ``width``, ``height``: the size in pixels.
         """
-        look = self.find_bar_style(bar)
+        look = get_bar_style(bar)
         inset = 0.5 if width > 3 else 0.0
         colour = name_chunk_colour(look.colour, self.find_chunk_number(bar))
         draw_rectangle(outer, x + inset, y, width - 2 * inset, height, colour, radius=2 if width > 8 else 0)
@@ -459,7 +465,7 @@ class _TimelineChart:
         """Return the text inside the box of ``bar``: the index of its microbatch or gradient bucket (gradients that one
         collective reduces); empty for a box that stands for several instructions.
         """
-        if bar.merged > 1 or self.find_bar_style(bar).lane == "exchange":
+        if bar.merged > 1 or get_bar_style(bar).lane == "exchange":
             return ""
         if bar.instruction.bucket is not None:
             return f"bucket {bar.instruction.bucket}"
@@ -471,7 +477,7 @@ class _TimelineChart:
         """Return the tooltip of ``bar``: the instruction and its microbatch, layers, values or parameters, and its
         seconds.
         """
-        instruction, look = bar.instruction, self.find_bar_style(bar)
+        instruction, look = bar.instruction, get_bar_style(bar)
         what = look.verb if bar.merged == 1 else f"{bar.merged} times {look.verb}"
         if instruction.microbatch is not None and bar.merged == 1:
             what += f" of microbatch {instruction.microbatch}"

@@ -211,6 +211,7 @@ def test_the_size_is_bounded(pp: int, dp: int, tp: int, layers: int):
     text = build_report(plan)
     assert len(text.encode()) < MOST_BYTES
     assert count_left_candidates(plan) > 5000
+    assert len(find_nodes(parse_html(text), "svg", role="img")) == 4
     left = next(n.text for n in parse_html(text) if n.attributes.get("id") == "left-out")
     assert f"{count_left_candidates(plan):,} without a row; the tables have the best {MOST_CANDIDATES}." in left
 

@@ -65,6 +65,7 @@ def embed_picture(view: str, draw_source: Callable[[], str]) -> Embedded:
             parent.remove(tip)
     if len(format_html(root).encode()) <= MOST_PICTURE_BYTES:
         details = f"the details under the pointer of the {view}, {bytes_text(size)} with them"
+        notes = f"{notes} Left out: {details}."  # what the picture itself leaves out is in its notes already
         return Embedded(root, title, notes, legend, left_out=" and ".join(filter(None, (undrawn, details))))
     return Embedded(None, missing=_format_missing(view, size))
 
@@ -152,8 +153,7 @@ def build_figure(picture: Embedded, view: str, title: str) -> ET.Element:
         "div", picture.drawing, class_="frame", tabindex="0", role="group", aria_label=hint, data_view=view
     )
     details = build_element("pre", "Point at, or tap, a part of the picture.", class_="details", aria_live="polite")
-    notes = picture.notes + (f" Left out: {picture.left_out}." if picture.left_out else "")
-    caption = build_element("figcaption", build_element("strong", picture.title), f" {notes}")
+    caption = build_element("figcaption", build_element("strong", picture.title), f" {picture.notes}")
     return build_element("figure", tools, caption, legend, frame, details, class_="picture")
 
 

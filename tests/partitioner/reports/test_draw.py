@@ -305,6 +305,7 @@ def test_the_middle_of_a_long_irregular_step_is_left_out(num_stages: int, count:
     assert at_left == 0.0 and at_right == pytest.approx(max(b.end for b in bars), rel=0.01)
     page = embed_picture("timeline", lambda: svg)
     assert page.drawing is not None and "of the timeline" in page.left_out
+    assert page.notes.count("are left out") == 1 and "of the timeline" not in page.notes
     short = draw_timeline("short", program, make_uneven_bars(num_stages, 20))
     assert not any(t.endswith("left out") for t in texts(short))
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 from xml.etree import ElementTree as ET
 
 from partitioner.draw.graph_layout import (
@@ -43,6 +44,7 @@ from partitioner.draw.svg import (
     to_text,
     wrap_names,
 )
+from partitioner.explain.stage_layers import number_virtual_stages
 from partitioner.plan import Plan
 from partitioner.plans.block_outline import Weight
 from partitioner.plans.figures import (
@@ -50,8 +52,8 @@ from partitioner.plans.figures import (
     key_figures,
     list_usable_bytes,
     mesh_text,
-    picture_title,
     share_of_usable,
+    view_title,
 )
 from partitioner.plans.outline import (
     CallGroup,
@@ -93,15 +95,26 @@ class Panel:
         return self.header.height + self.layout.height + 2 * _PAD
 
 
-def stage_panel(header: Card, groups: Sequence[CallGroup], flows: Sequence[ValueFlow], tooltip: str) -> Panel:
+def _format_virtual_stages(numbers: Sequence[int]) -> str:
+    return f"{'virtual stage' if len(numbers) == 1 else 'virtual stages'} {format_ranges(numbers)}"
+
+
+def stage_panel(
+    header: Card,
+    groups: Sequence[CallGroup],
+    flows: Sequence[ValueFlow],
+    tooltip: str,
+    notes: Mapping[int, str] = MappingProxyType({}),
+) -> Panel:
     """Return what is drawn for one pipeline stage.
 
     ``header``: the card (text lines) at the top. ``groups``: the sequences of repeated blocks in the stage, such as
     decoder layers; each gets a card. ``flows``: the values that pass from one sequence to another, in the whole model;
-    those inside this stage become curves. ``tooltip``: the tooltip of the panel.
+    those inside this stage become curves. ``tooltip``: the tooltip of the panel. ``notes``: a text for the card of some
+    of ``groups``, by their index.
     """
     names = {(g.stage, g.index): f"g{g.index}" for g in groups}
-    cards = {names[g.stage, g.index]: group_card(g) for g in groups}
+    cards = {names[g.stage, g.index]: group_card(g, notes.get(g.index, "")) for g in groups}
     within = [f for f in flows if f.source in names and f.target in names]
     edges = [(names[f.source], names[f.target]) for f in within]
     layout = lay_out({name: (card.width, card.height) for name, card in cards.items()}, edges)
@@ -163,15 +176,16 @@ def _short_of(tip: Point, start: Point) -> Point:
 _DIRECTIONS = ("forward", "backward")
 
 
-def group_card(calls: CallGroup) -> Card:
+def group_card(calls: CallGroup, note: str = "") -> Card:
     """Return the card (a list of text lines) of ``calls``, a sequence of repeated blocks, such as decoder layers: names
     of the blocks, their number, module paths, notes, collectives by kind, parameters, and how weights are sharded.
+    ``note``: a further note, before the others; none if empty.
     """
     title = calls.title
     rows = [CardRow(title, 13, bold=True, aside=f"× {calls.count}" if calls.count > 1 else "")]
     if calls.paths and calls.paths != title:
         rows.append(CardRow(calls.paths, fill="muted"))
-    rows += [CardRow(note, fill="muted") for note in group_notes(calls)]
+    rows += [CardRow(each, fill="muted") for each in [*filter(None, [note]), *group_notes(calls)]]
     shown = [d for d in _DIRECTIONS if any(m.direction == d for m in calls.collectives)]
     if shown:
         rows.append(CardRow("", 10, fill="muted", columns=tuple(shown), space=2))
@@ -242,7 +256,12 @@ def flow_tooltip(flow: ValueFlow) -> str:
 MOST_STAGES = 8  # with more, runs of equal stages are drawn once
 
 REDUCED = "; reductions of gradients, and gathers of sharded parameters, are those of a step."
+_NUMBERED = (
+    " A rank has several virtual stages, which are numbered in the order in which a microbatch passes through them; "
+    "arrows name the two that they connect."
+)
 _FEWEST_EQUAL = 3
+_MOST_STEPS = 4  # pairs of virtual stages in the label of an arrow
 _WIDEST = 1900.0  # pixels of a row of panels
 _MARGIN, _LINK_Y, _LABEL = 24.0, 42.0, 10.0
 
@@ -265,15 +284,16 @@ def draw_graph(plan: Plan) -> str:
     drawing, width, height = scene.draw_graph()
     used = {name[2:] for e in drawing.iter() for name in e.get("class", "").split() if name[:2] in ("f-", "s-")}
     header = Header(
-        title=picture_title(plan),
+        title=view_title(plan, "graph"),
         subtitle="Bytes are those of one rank and one microbatch"
-        + (REDUCED if plan.program.objective == "train" else "."),
+        + (REDUCED if plan.program.objective == "train" else ".")
+        + (_NUMBERED if scene.numbers else ""),
         figures=key_figures(plan),
         legend=[(colour, meaning) for colour, meaning in _LEGEND if colour in used],
     )
     total = max(width + 2 * _MARGIN, 860.0)
     top = draw_header(create_picture(total, 0, ""), header, total)
-    root = create_picture(total, top + height + _MARGIN, picture_title(plan))
+    root = create_picture(total, top + height + _MARGIN, header.title)
     draw_header(root, header, total)
     drawing.set("transform", f"translate({_MARGIN:g} {top:g})")
     root.append(drawing)
@@ -290,16 +310,16 @@ class StageCluster:
     stages: tuple[int, ...]
 
 
-def clusters_of(whole: Outline) -> list[StageCluster]:
-    """Return the pipeline stages of ``whole``, the overview of a program (what each rank executes), in groups that are
-    drawn as one panel each. If there are more than eight stages, each run of three or more consecutive equal stages
+def clusters_of(whole: Outline, plan: Plan) -> list[StageCluster]:
+    """Return the pipeline stages of ``whole``, the overview of the program of ``plan``, in groups that are drawn as one
+    panel each. If there are more than eight stages, each run of three or more consecutive equal stages on equal devices
     forms one group. Every other stage is a group by itself.
     """
     if len(whole.stages) <= MOST_STAGES:
         return [StageCluster(stage, (stage.index,)) for stage in whole.stages]
     runs: list[StageCluster] = []
     for stage in whole.stages:
-        if runs and _build_likeness_key(runs[-1].stage) == _build_likeness_key(stage):
+        if runs and _build_likeness_key(runs[-1].stage, plan) == _build_likeness_key(stage, plan):
             runs[-1] = StageCluster(runs[-1].stage, (*runs[-1].stages, stage.index))
         else:
             runs.append(StageCluster(stage, (stage.index,)))
@@ -310,12 +330,20 @@ def clusters_of(whole: Outline) -> list[StageCluster]:
     return clusters
 
 
-def _build_likeness_key(stage: StageOutline) -> object:
-    """Return a key for ``stage``, the overview of a pipeline stage. Two stages have equal keys if they can be drawn as
-    one panel: if their blocks (such as decoder layers), collectives and parameter bytes are equal.
+def _build_likeness_key(stage: StageOutline, plan: Plan) -> object:
+    """Return a key for ``stage``, the overview of a pipeline stage of ``plan``. Two stages have equal keys if they can
+    be drawn as one panel: if their devices, blocks (such as decoder layers), collectives and parameter bytes are equal.
     """
-    groups = [(g.blocks, g.count, g.collectives, g.parameter_bytes, g.recomputed, g.selective) for g in stage.groups]
-    return groups, stage.reductions, stage.parameter_bytes
+    groups = [
+        (g.blocks, g.count, g.collectives, g.parameter_bytes, g.recomputed, g.selective, g.chunk) for g in stage.groups
+    ]
+    return _list_stage_devices(stage, plan), groups, stage.reductions, stage.parameter_bytes
+
+
+def _list_stage_devices(stage: StageOutline, plan: Plan) -> list[tuple[str, float, int]]:
+    """Return (type, speed, bytes of memory) of the different devices on which ``plan`` runs ``stage``, sorted."""
+    devices = (plan.topology.devices[plan.devices[rank]] for rank in stage.ranks)
+    return sorted({(device.kind, device.speed, device.memory) for device in devices})
 
 
 class _GraphScene:
@@ -325,7 +353,9 @@ class _GraphScene:
     def __init__(self, plan: Plan, whole: Outline) -> None:
         self.plan = plan
         self.whole = whole
-        self.clusters = clusters_of(whole)
+        self.clusters = clusters_of(whole, plan)
+        self.numbers = number_virtual_stages(plan)
+        self.mixed = len({plan.topology.devices[device].kind for device in plan.devices}) > 1
         self.shown = {s: i for i, c in enumerate(self.clusters) for s in c.stages}
         self.links = {(k.source, k.target, k.direction): k for k in whole.links}
         self.panels = [self.build_stage_panel(c) for c in self.clusters]
@@ -383,13 +413,32 @@ class _GraphScene:
     def link_labels(self, stages: tuple[int, int]) -> tuple[str, str]:
         """Return the labels of two arrows as texts: the bytes that are sent forward, and the bytes that are sent
         backward. A label is empty if nothing is sent. ``stages``: the indices of the earlier and of the later stage.
+        The first label begins with the virtual stages that the arrow connects, if a rank has several.
         """
         forward = self.links.get((*stages, "forward"))
         backward = self.links.get((stages[1], stages[0], "backward"))
+        which = self.format_steps(*stages)
         return (
-            f"{bytes_text(forward.num_bytes)} forward" if forward else "",
+            f"{which}{bytes_text(forward.num_bytes)} forward" if forward else "",
             f"{bytes_text(backward.num_bytes)} backward" if backward else "",
         )
+
+    def format_steps(self, source: int, target: int) -> str:
+        """Return the virtual stages of the pipeline stage ``source`` that ``target`` continues, as text such as
+        ``virtual stage 2 → 3: ``; empty if no rank has several virtual stages."""
+        after = {number - 1 for (stage, _), number in self.numbers.items() if stage == target}
+        steps = sorted(n for (stage, _), n in self.numbers.items() if stage == source and n in after)
+        if not steps:
+            return ""
+        shown = [f"{n} → {n + 1}" for n in steps]
+        shown = [*shown[:2], "…", shown[-1]] if len(shown) > _MOST_STEPS else shown
+        return f"virtual stage {', '.join(shown)}: "
+
+    def list_chunk_numbers(self, cluster: StageCluster, chunk: int | None) -> list[int]:
+        """Return the numbers of the virtual stages that a panel shows, in ascending order. ``cluster``: the stages of
+        the panel. ``chunk``: which virtual stages of a rank are meant, from 0; ``None``: all.
+        """
+        return sorted(n for (s, c), n in self.numbers.items() if s in cluster.stages and chunk in (None, c))
 
     def compute_gap_width(self, index: int) -> float:
         """Return the distance in pixels between the panel with the index ``index`` and the next one, with room for
@@ -479,8 +528,17 @@ class _GraphScene:
 
     def build_stage_panel(self, cluster: StageCluster) -> Panel:
         """Return the panel of ``cluster``, a group of equal stages, with the contents of the first of them."""
+        notes = {
+            group.index: _format_virtual_stages(self.list_chunk_numbers(cluster, group.chunk))
+            for group in cluster.stage.groups
+            if group.chunk is not None and self.numbers
+        }
         return stage_panel(
-            self.build_header_card(cluster), cluster.stage.groups, self.whole.flows, self.format_stage_tooltip(cluster)
+            self.build_header_card(cluster),
+            cluster.stage.groups,
+            self.whole.flows,
+            self.format_stage_tooltip(cluster),
+            notes,
         )
 
     def build_header_card(self, cluster: StageCluster) -> Card:
@@ -492,10 +550,19 @@ class _GraphScene:
         several = len(cluster.stages) > 1
         title = f"Stages {format_ranges(cluster.stages)}" if several else f"Stage {stage.index}"
         rows = [CardRow(title, 15, bold=True, aside=f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranges(ranks)}")]
+        if self.numbers:
+            words = _format_virtual_stages(self.list_chunk_numbers(cluster, None))
+            rows.append(CardRow(words, fill="muted"))
+        if self.mixed:
+            kinds = dict.fromkeys(kind for kind, _, _ in _list_stage_devices(stage, self.plan))
+            rows.append(CardRow(f"on {' and '.join(kinds)}", fill="muted"))
         if several:
             rows.append(CardRow(f"{len(cluster.stages)} equal stages, drawn once", fill="muted"))
-            labels = [t for t in self.link_labels((cluster.stages[0], cluster.stages[1])) if t]
+            first, second = cluster.stages[:2]
+            labels = [t.removeprefix(self.format_steps(first, second)) for t in self.link_labels((first, second)) if t]
             rows.append(CardRow(f"{', '.join(labels)} from each to the next", swatch="send"))
+            if self.format_steps(second, first):  # a V schedule comes back
+                rows.append(CardRow("and from each to the one before, for later virtual stages", swatch="send"))
         size = f"{count_text(stage.num_parameters)} parameters, {bytes_text(stage.parameter_bytes)} per rank"
         rows.append(CardRow(size, 12, space=2))
         rows += self.build_memory_rows(ranks)

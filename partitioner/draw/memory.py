@@ -29,7 +29,7 @@ from partitioner.draw.timeline import tick_step
 from partitioner.explain.explain import MEMORY_KINDS, memory_words
 from partitioner.explain.tables import disk_text, host_text
 from partitioner.plan import Plan
-from partitioner.plans.figures import key_figures, list_usable_bytes, picture_title, share_of_usable, simulated_seconds
+from partitioner.plans.figures import key_figures, list_usable_bytes, share_of_usable, simulated_seconds, view_title
 from partitioner.runtime.program.analysis import ProgramFacts
 from partitioner.runtime.program.memory import MemoryMoment, memory_moments
 from partitioner.runtime.program.simulate import SimulatedSpan, Timeline
@@ -45,6 +45,7 @@ KINDS: dict[str, tuple[str, str]] = {
 }  # fmt: skip  # from the ground up: kind -> (colour, meaning)
 
 _MARGIN, _RIGHT, _WIDTH, _COLUMN, _HIT = 20.0, 168.0, 900.0, 2.0, 15.0
+_FINE_STAGES = 24  # with more stages, columns of pixels are wider, so that the size of the picture is bounded
 
 # Height of a panel and of the space below it, in pixels: normally, and with more than _MANY stages.
 _TALL, _LOW, _MANY = (
@@ -170,6 +171,8 @@ class _MemoryChart:
         self.scale = 1.15 * (peak if self.far else max(peak, *self.rooms))
         self.height, self.gap = _TALL if len(stages) <= _MANY else _LOW
         self.left = _MARGIN + 118.0
+        coarser = math.ceil(len(stages) / _FINE_STAGES)
+        self.column, self.hit = coarser * _COLUMN, coarser * _HIT
         words = memory_words(plan)
         self.kinds = {kind: (colour, words[kind]) for kind, (colour, _) in KINDS.items()}
 
@@ -188,10 +191,10 @@ class _MemoryChart:
             + self._describe_usable_memory()
             + self._describe_host_bytes()
         )
-        header = Header(picture_title(self.plan), note, key_figures(self.plan), legend)
+        header = Header(view_title(self.plan, "memory"), note, key_figures(self.plan), legend)
         top = draw_header(create_picture(width, 0, ""), header, width) + 10
         bottom = top + len(self.stages) * (self.height + self.gap) - self.gap
-        root = create_picture(width, bottom + 46, self._format_description())
+        root = create_picture(width, bottom + 46, header.title)
         draw_header(root, header, width)
         self.draw_time_axis(root, top, bottom)
         for stage in range(len(self.stages)):
@@ -214,9 +217,6 @@ class _MemoryChart:
         text = host_text(self.plan)
         disk = disk_text(self.plan)
         return (f" In host memory, not drawn: {text}." if text else "") + (f" On disk: {disk}." if disk else "")
-
-    def _format_description(self) -> str:
-        return f"{picture_title(self.plan)}: memory over the step"
 
     def x(self, seconds: float) -> float:
         """Return the x coordinate in pixels of the time ``seconds`` from the start of the simulated step."""
@@ -269,7 +269,7 @@ class _MemoryChart:
         column shows. A column without an interval gets the interval of the column before it. ``stage``: index of the
         pipeline stage.
         """
-        count = int(_WIDTH / _COLUMN)
+        count = int(_WIDTH / self.column)
         fullest: list[MemoryLevel | None] = [None] * count
         for level in self.stages[stage]:
             first = min(count - 1, int(level.start / self.total * count))
@@ -307,14 +307,14 @@ class _MemoryChart:
         each column of pixels. ``ground``: y coordinate of 0 bytes.
         """
         words = kind if kind != "saved" else "activations"
-        half = math.ceil(text_width(words, _LABEL) / 2 / _COLUMN) + 1
+        half = math.ceil(text_width(words, _LABEL) / 2 / self.column) + 1
         middle = len(roof) // 2
         low, high = max(floor[middle - half : middle + half]), min(roof[middle - half : middle + half])
         if (high - low) * self.height / self.scale < _LABEL + 3:
             return
         y = ground - self.height * (low + high) / 2 / self.scale + 0.36 * _LABEL
         ink = "on_stage" if kind in _PALE else "on_forward"
-        draw_text(shape, self.left + _COLUMN * middle, y, words, size=_LABEL, fill=ink, anchor="middle")
+        draw_text(shape, self.left + self.column * middle, y, words, size=_LABEL, fill=ink, anchor="middle")
 
     def trace_staircase(self, sizes: Sequence[float], ground: float) -> list[str]:
         """Return the corners of the upper or lower edge of an area of the chart from left to right, as texts ``x y`` in
@@ -325,7 +325,7 @@ class _MemoryChart:
         for size, run in groupby(sizes):
             length, y = len(list(run)), ground - self.height * size / self.scale
             for c in (column, column + length):
-                corners.append(f"{format_coordinate(self.left + _COLUMN * c)} {format_coordinate(y)}")
+                corners.append(f"{format_coordinate(self.left + self.column * c)} {format_coordinate(y)}")
             column += length
         return corners
 
@@ -363,7 +363,7 @@ class _MemoryChart:
         by kind at the time of most memory within these columns. ``columns``: the memory in each column. ``top``: y
         coordinate of the row's upper edge.
         """
-        wide = int(_HIT / _COLUMN)
+        wide = max(1, int(self.hit / self.column))
         for start in range(0, len(columns), wide):
             level = max(columns[start : start + wide], key=lambda c: c.total)
             parts = [f"{self.kinds[k][1]}: {bytes_text(size)}" for k, size in reversed(level.sizes.items()) if size]
@@ -372,7 +372,12 @@ class _MemoryChart:
             )
             count = min(wide, len(columns) - start)
             shape = draw_rectangle(
-                draw_group(root, tip, "hit"), self.left + _COLUMN * start, top, _COLUMN * count, self.height, "panel"
+                draw_group(root, tip, "hit"),
+                self.left + self.column * start,
+                top,
+                self.column * count,
+                self.height,
+                "panel",
             )
             shape.set("fill-opacity", "0")
 

@@ -101,7 +101,36 @@ PALETTE: dict[str, Colour] = {
         )
     },
 }
-NUM_STAGE_COLOURS = 8  # further stages use them again
+NUM_STAGE_COLOURS = 8
+
+# A gradient for more stages than that: constant steps of hue, neighbours of different lightness. Dark text is legible
+# on all of them.
+_GRADIENT_LIGHT = (
+    "#a6c9ff #73a7ec #8ad2ff #56afe4 #71d9ff #38b5d5 #5fdff4 #28bac2 #5fe2dd #37bcaa #70e3c3 #55bb91 #8be1a9 #74b878 "
+    "#a8dc90 #91b260 #c4d57c #abaa4e #dccc70 #c0a147 #f1c36f #d1984c #ffba79 #dd905d #ffb28c #e38972 #ffada3 #e3868b "
+    "#ffabbd #de85a4 #ffabd6 #d587bb"
+)
+_GRADIENT_DARK = (
+    "#95b6fe #6494d5 #7bbefa #479ccd #62c5ef #27a2c0 #51cade #10a6ad #50cec9 #25a898 #61ceb1 #46a780 #7bcc98 #64a468 "
+    "#97c881 #809f52 #b1c16d #989740 #c8b962 #ac8f38 #dbb061 #bc863e #eaa76b #c67e4e #f2a07c #cc7863 #f69b92 #cd757a "
+    "#f499aa #c87491 #ec9ac2 #bf77a7"
+)
+PALETTE |= {
+    f"gradient_{i}": Colour(light, dark)
+    for i, (light, dark) in enumerate(zip(_GRADIENT_LIGHT.split(), _GRADIENT_DARK.split(), strict=True))
+}
+_NUM_GRADIENT = len(_GRADIENT_LIGHT.split())
+
+
+def name_stage_colour(number: int, count: int) -> str:
+    """Return the name of the colour for ``number``, the index of one of ``count`` pipeline stages or device types. Up
+    to eight have colours of different hues. Of more, the colours are a gradient from the first to the last, and up to
+    32 have colours of their own.
+    """
+    if count <= NUM_STAGE_COLOURS:
+        return f"stage_{number}"
+    return f"gradient_{round(number * (_NUM_GRADIENT - 1) / (count - 1))}"
+
 
 # How much paler the colours of a rank's second virtual stage, and of later ones, are.
 _LATER = {1: 0.4, 2: 0.62}
@@ -317,7 +346,7 @@ def text_width(content: str, size: float, bold: bool = False) -> float:
             width += 1.05
         else:
             width += 0.72 if char.isupper() else 0.61
-    return width * size * (1.06 if bold else 1.0)
+    return width * size * (1.14 if bold else 1.0)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@ so a stage is one row.
 
 A row has a lane for computation, hatched while the stage waits, and below it thin lanes for transfers and reductions
 that run at the same time. Repeated periods, such as the steady state of a pipeline, are drawn once with their number.
+If a step is still too long to be drawn, its middle is left out.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from partitioner.draw.svg import (
     text_width,
     to_text,
 )
-from partitioner.draw.timeline_folds import Fold, TimeScale, find_folds
+from partitioner.draw.timeline_folds import Fold, Gap, TimeScale, find_folds, leave_out_middle
 from partitioner.plan import Plan
-from partitioner.plans.figures import key_figures, picture_title, simulated_seconds
+from partitioner.plans.figures import key_figures, simulated_seconds, view_title
 from partitioner.plans.outline import chunk_starts
 from partitioner.runtime.program.instructions import Instruction
 from partitioner.runtime.program.program import Program
@@ -91,9 +92,13 @@ _LANE_HEIGHTS: dict[Lane, float] = {"compute": 27.0, "exchange": 7.0, "reduce": 
 
 _LANE_GAP, _ROW_GAP, _MARGIN = 3.0, 13.0, 20.0
 _NARROWEST, _LEAST_WIDTH, _MOST_WIDTH, _FOLDED_WIDTH = 19.0, 860.0, 3000.0, 1500.0
-_MOST_SENDS = 4000  # with more sends, they are left out: the picture would be megabytes of hairlines
+_MOST_SENDS = 1500  # with more sends, they are left out: the picture would be megabytes of hairlines
 _MERGE = 1.5  # pixels: narrower boxes of one kind are drawn as one
 _MOST_BARS = 40  # with more computations on a stage, repeated periods are left out
+_MOST_STAGE_BARS = 160  # with more of them after that, the middle of the step is left out
+_MOST_BOXES, _BOXES_LIMIT = 3200, 8000  # computations on all stages: for few stages, and for any number of them
+_MOST_BYTES, _LEAST_SHARE = 1_000_000, 0.05  # of a picture; a longer one is drawn again with half as many computations
+_GAP_WIDTH = 104.0  # pixels in place of the middle of the step
 _BRACKETS = 24.0  # pixels above the rows for the number of times that a period runs
 _CLOSE = 0.01  # fraction of a step by which the simulated time may differ without a note
 
@@ -118,7 +123,7 @@ def draw_plan_timeline(plan: Plan) -> str:
     """
     bars, notes = _scale_bars_to_step_time(plan, bars_of(plan_timeline(plan)))
     total = None if plan.constraints.overlap_steps else plan.estimate.step_time
-    return draw_timeline(picture_title(plan), plan.program, bars, key_figures(plan), total, notes)
+    return draw_timeline(view_title(plan, "timeline"), plan.program, bars, key_figures(plan), total, notes)
 
 
 def _scale_bars_to_step_time(plan: Plan, bars: list[Bar]) -> tuple[list[Bar], list[str]]:
@@ -172,9 +177,38 @@ def draw_timeline(
     program to which the instructions of ``bars`` belong. ``total``: seconds at which the axis ends; ``None``: at the
     end of the last bar.
     """
-    return to_text(
-        _TimelineChart(title, program, [b for b in bars if look_of(b.instruction)], figures, total, notes).draw_chart()
-    )
+    drawn, share = [b for b in bars if look_of(b.instruction)], 1.0
+    repeated = find_repeated_parts(program, drawn)
+    while True:
+        text = to_text(_TimelineChart(title, program, drawn, figures, total, notes, repeated, share).draw_chart())
+        share /= 2
+        if len(text) <= _MOST_BYTES or share < _LEAST_SHARE:
+            return text
+
+
+def find_repeated_parts(program: Program, bars: Sequence[Bar]) -> tuple[Fold, ...]:
+    """Return the repeated parts of the step that are drawn once; an empty tuple if every stage has at most 40
+    computations. ``program``: the program to which ``bars`` belong. ``bars``: the instructions of all stages.
+    """
+    kept, computing = [], 0
+    for number, stage in enumerate(program.stages):
+        lanes: dict[Lane, list[Bar]] = {}
+        for bar in bars:
+            if bar.stage == number:
+                lanes.setdefault(get_bar_style(bar).lane, []).append(bar)
+        joined = join_call_bars(lanes.get("compute", []), chunk_starts(stage))
+        computing = max(computing, len(joined))
+        kept += [*joined, *(bar for lane in ("reduce", "gather", "host") for bar in lanes.get(lane, []))]
+    return find_folds(kept, len(program.stages)) if computing > _MOST_BARS else ()
+
+
+def get_bar_style(bar: Bar) -> OperationStyle:
+    """Return how ``bar``, the box of one instruction, is drawn: its lane (line within the row of the stage), colours
+    and texts. Its instruction must be of a kind that is drawn.
+    """
+    look = look_of(bar.instruction)
+    assert look is not None, bar.instruction
+    return look
 
 
 def idle_shares(program: Program, bars: Iterable[Bar], total: float | None = None) -> list[float]:
@@ -194,7 +228,9 @@ def idle_shares(program: Program, bars: Iterable[Bar], total: float | None = Non
 class _TimelineChart:
     """Draws the instructions ``bars`` of the stages of ``program`` over time. ``title``: the heading. ``figures``:
     numbers for the header, as pairs of texts (name, value) such as ``("step time", "7 s")``. ``total``: seconds at
-    which the axis ends; ``None``: at the end of the last bar. ``notes``: sentences for the header.
+    which the axis ends; ``None``: at the end of the last bar. ``notes``: sentences for the header. ``repeated``:
+    the repeated parts of the step. ``share``: the fraction of the usual numbers of computations from which the middle
+    of the step is left out.
     """
 
     def __init__(
@@ -205,15 +241,19 @@ class _TimelineChart:
         figures: Sequence[tuple[str, str]],
         total: float | None,
         notes: Sequence[str],
+        repeated: Sequence[Fold],
+        share: float,
     ) -> None:
         self.title = title
+        self.share = share
         self.program = program
         self.notes = notes
         self.total = total or max((b.end for b in bars), default=0.0) or 1.0
         self.idle = idle_shares(program, bars, self.total)
-        self.folds = self._find_chart_folds(bars)
+        self.chunks = [chunk_starts(stage) for stage in program.stages]
+        self.folds = self._find_hidden_parts(bars, repeated)
         self.bars = [bar for bar in bars if not any(a <= bar.start and bar.end <= b for a, b in self._hidden_spans)]
-        counts = Counter(self.find_bar_style(b).lane for b in self.bars)
+        counts = Counter(get_bar_style(b).lane for b in self.bars)
         self.crowded = counts["exchange"] > _MOST_SENDS
         self.lanes: list[Lane] = [
             lane
@@ -222,39 +262,38 @@ class _TimelineChart:
         ]
         per_stage = program.world_size // len(program.stages)
         self.ranks = [format_ranges(range(s * per_stage, (s + 1) * per_stage)) for s in range(len(program.stages))]
-        self.chunks = [chunk_starts(stage) for stage in program.stages]
         labels = [text_width(f"{'rank' if per_stage == 1 else 'ranks'} {r}", 10) for r in self.ranks]
         self.left = _MARGIN + max([text_width("Stage 00", 13, True), *labels]) + 14
         self.width = self._plot_width()
         self.scale = TimeScale(self.total, self.folds, self.left, self.width)
+        if self.left_out is not None:
+            self.scale = replace(self.scale, gap=_GAP_WIDTH)
         self.figures = figures
 
-    def _find_chart_folds(self, bars: Sequence[Bar]) -> tuple[Fold, ...]:
-        """Return the repeated parts of the step that are drawn once; an empty tuple if every stage has at most 40
-        computations. ``bars``: the instructions of all stages.
+    def _find_hidden_parts(self, bars: Sequence[Bar], folds: Sequence[Fold]) -> tuple[Fold | Gap, ...]:
+        """Return the parts of the step that are not drawn: repetitions and, if the rest is too long, its middle.
+        ``bars``: the instructions of all stages, of which only forwards and backwards count. ``folds``: the repeated
+        parts.
         """
-        stages, kept = range(len(self.program.stages)), []
-        computing = 0
-        for stage in stages:
-            mine = [b for b in bars if b.stage == stage]
-            joined = join_call_bars([b for b in mine if self.find_bar_style(b).lane == "compute"])
-            computing = max(computing, len(joined))
-            kept += [*joined, *(b for b in mine if self.find_bar_style(b).lane in ("reduce", "gather", "host"))]
-        return find_folds(kept, len(stages)) if computing > _MOST_BARS else ()
+        stages = len(self.program.stages)
+        most = min(_BOXES_LIMIT, max(_MOST_BOXES, 2 * stages**2))  # the computations while a pipeline fills, and more
+        by_stage: dict[int, list[Bar]] = {}
+        for bar in bars:
+            by_stage.setdefault(bar.stage, []).append(bar)
+        joined = [bar for stage, own in by_stage.items() for bar in join_call_bars(own, self.chunks[stage])]
+        computing = [bar for bar in joined if bar.instruction.op in ("F", "B", "I", "W")]
+        of_stage = max(_MOST_STAGE_BARS, 4 * stages)
+        return leave_out_middle(computing, folds, int(self.share * most), int(self.share * of_stage))
 
     @property
     def _hidden_spans(self) -> list[tuple[float, float]]:
         """Return the intervals (start, end) that are not drawn, in seconds from the start of the step."""
         return [fold.hidden for fold in self.folds]
 
-    @staticmethod
-    def find_bar_style(bar: Bar) -> OperationStyle:
-        """Return how ``bar``, the box of one instruction, is drawn: its lane (line within the row of the stage),
-        colours and texts. Its instruction must be of a kind that is drawn.
-        """
-        look = look_of(bar.instruction)
-        assert look is not None, bar.instruction
-        return look
+    @property
+    def left_out(self) -> Gap | None:
+        """Return the middle of the step, if it is left out because the step is too long to be drawn."""
+        return next((part for part in self.folds if isinstance(part, Gap)), None)
 
     def _plot_width(self) -> float:
         """Return the width of the plot in pixels. It is wide enough for a number in the box of a typical forward,
@@ -280,8 +319,10 @@ class _TimelineChart:
         note = f"One row per stage: {alike}. Idle is all time without computation, that of transfers included."
         if any(name.startswith("bubble") for name, _ in self.figures):
             note += " The bubble is the part of it in which a rank waits for other stages, without transfers."
-        if self.folds:
+        if any(isinstance(part, Fold) for part in self.folds):
             note += " What repeats is drawn once, with how often it runs; the axis leaves the repetitions out."
+        if self.left_out is not None:
+            note += f" The step is too long to be drawn in full: {self._describe_gap(self.left_out)} are left out."
         drawn = any(b.instruction.op == "STEP" for b in self.bars)
         note += " The optimizer's update is not drawn." if self.program.objective == "train" and not drawn else ""
         note += "".join(f" {words}" for words in self.notes)
@@ -291,12 +332,37 @@ class _TimelineChart:
         bottom = top + len(self.program.stages) * (self.row_height + _ROW_GAP)
         root = create_picture(width, bottom + 44, self.title)
         draw_header(root, header, width)
+        if self.left_out is not None:
+            root.set("data-left-out", f"{self._describe_gap(self.left_out)} of the timeline")
         self.draw_time_axis(root, top - 4, bottom)
         for stage in range(len(self.program.stages)):
             self.draw_stage_row(root, stage, top + stage * (self.row_height + _ROW_GAP))
-        for fold in self.folds:
-            self.draw_fold_bracket(root, fold, top, bottom)
+        for part in self.folds:
+            if isinstance(part, Fold):
+                self.draw_fold_bracket(root, part, top, bottom)
+            else:
+                self.draw_gap(root, part, top, bottom)
         return root
+
+    @staticmethod
+    def _describe_gap(gap: Gap) -> str:
+        start, end = gap.hidden
+        return f"{seconds_text(end - start)} (from {seconds_text(start)} to {seconds_text(end)})"
+
+    def draw_gap(self, root: ET.Element, gap: Gap, top: float, bottom: float) -> None:
+        """Mark the place in ``root`` at which ``gap``, the middle of the step, is left out: two dashed lines, the
+        seconds between them above, and dots in each row. ``top``, ``bottom``: y coordinates of the edges of the rows.
+        """
+        start, end = gap.hidden
+        outer = draw_group(root, f"left out: {gap.count:,} computations in {self._describe_gap(gap)}")
+        first = self.scale.x(start)
+        middle = first + self.scale.gap / 2
+        draw_text(outer, middle, top - 14, f"{seconds_text(end - start)} left out", size=12, bold=True, anchor="middle")
+        for x in (first + 2, first + self.scale.gap - 2):
+            draw_line(outer, x, top - 8, x, bottom, "ink", 1.5).set("stroke-dasharray", "6 4")
+        for stage in range(len(self.program.stages)):
+            y = top + stage * (self.row_height + _ROW_GAP) + _LANE_HEIGHTS["compute"] / 2 + 4
+            draw_text(outer, middle, y, ". . .", size=14, fill="muted", anchor="middle")
 
     def draw_fold_bracket(self, root: ET.Element, fold: Fold, top: float, bottom: float) -> None:
         """Mark a repeated part of the step in ``root``: draw a bracket with the number of periods above its first
@@ -321,9 +387,9 @@ class _TimelineChart:
         """Return pairs (name of a colour or ``hatched``, meaning) for the kinds of instructions in the picture and for
         idle time.
         """
-        used = {self.find_bar_style(b) for b in self.bars if self.find_bar_style(b).lane in self.lanes}
+        used = {get_bar_style(b) for b in self.bars if get_bar_style(b).lane in self.lanes}
         entries = [*dict.fromkeys((look.colour, look.meaning) for look in LOOKS.values() if look in used)]
-        chunks = {self.find_chunk_number(b) for b in self.bars if self.find_bar_style(b).lane == "compute"} - {0}
+        chunks = {self.find_chunk_number(b) for b in self.bars if get_bar_style(b).lane == "compute"} - {0}
         if chunks:
             which = "second virtual stage" if chunks == {1} else "further virtual stages"
             entries.append((name_chunk_colour(LOOKS["F"].colour, 1), f"fainter: a rank's {which}"))
@@ -346,7 +412,8 @@ class _TimelineChart:
         for time in [*times, self.total]:
             if time < self.total and any(start < time < stop for start, stop in self._hidden_spans):
                 continue
-            x, words = self.scale.x(time), seconds_text(time)
+            places = max(3, 1 + math.floor(math.log10(time / step))) if 0 < time < self.total else 3
+            x, words = self.scale.x(time), seconds_text(time, places)
             room = text_width(words, 11) / 2 + 6
             if x - last < room or (time < self.total and right - x < 2 * room + 12):
                 continue
@@ -366,8 +433,9 @@ class _TimelineChart:
             height = _LANE_HEIGHTS[lane]
             for start, stop in self.scale.visible(0.0, self.total):
                 draw_rectangle(root, start, y, stop - start, height, "hatched" if lane == "compute" else "panel")
-            mine = [b for b in self.bars if b.stage == stage and self.find_bar_style(b).lane == lane]
-            for bar in merge_narrow_bars(join_call_bars(mine), _MERGE * self.scale.seconds_per_pixel):
+            mine = [b for b in self.bars if b.stage == stage and get_bar_style(b).lane == lane]
+            joined = join_call_bars(mine, self.chunks[stage])
+            for bar in merge_narrow_bars(joined, _MERGE * self.scale.seconds_per_pixel):
                 self.draw_bar_box(root, bar, y, height)
             y += height + _LANE_GAP
         idle = f"{format_percent(self.idle[stage])} idle"
@@ -382,7 +450,7 @@ class _TimelineChart:
         """Draw one visible part of ``bar`` with its label into ``outer``. ``x``, ``y``: the top left corner in pixels.
         ``width``, ``height``: the size in pixels.
         """
-        look = self.find_bar_style(bar)
+        look = get_bar_style(bar)
         inset = 0.5 if width > 3 else 0.0
         colour = name_chunk_colour(look.colour, self.find_chunk_number(bar))
         draw_rectangle(outer, x + inset, y, width - 2 * inset, height, colour, radius=2 if width > 8 else 0)
@@ -397,7 +465,7 @@ class _TimelineChart:
         """Return the text inside the box of ``bar``: the index of its microbatch or gradient bucket (gradients that one
         collective reduces); empty for a box that stands for several instructions.
         """
-        if bar.merged > 1 or self.find_bar_style(bar).lane == "exchange":
+        if bar.merged > 1 or get_bar_style(bar).lane == "exchange":
             return ""
         if bar.instruction.bucket is not None:
             return f"bucket {bar.instruction.bucket}"
@@ -409,7 +477,7 @@ class _TimelineChart:
         """Return the tooltip of ``bar``: the instruction and its microbatch, layers, values or parameters, and its
         seconds.
         """
-        instruction, look = bar.instruction, self.find_bar_style(bar)
+        instruction, look = bar.instruction, get_bar_style(bar)
         what = look.verb if bar.merged == 1 else f"{bar.merged} times {look.verb}"
         if instruction.microbatch is not None and bar.merged == 1:
             what += f" of microbatch {instruction.microbatch}"
@@ -430,14 +498,15 @@ class _TimelineChart:
         return "\n".join(lines)
 
 
-def join_call_bars(bars: Sequence[Bar]) -> list[Bar]:
+def join_call_bars(bars: Sequence[Bar], chunks: Sequence[int] = ()) -> list[Bar]:
     """Return ``bars``, the instructions of one pipeline stage, by start time. Consecutive instructions of one
-    microbatch that run consecutive layers without a pause are joined into one bar.
+    microbatch that run consecutive layers of one virtual stage without a pause are joined into one bar. ``chunks``: the
+    positions of the calls at which the virtual stages of the rank begin.
     """
     joined: list[Bar] = []
     for bar in sorted(bars, key=lambda b: (b.start, b.end)):
         last = joined[-1] if joined else None
-        calls = _joined_calls(last, bar) if last else None
+        calls = _joined_calls(last, bar, chunks) if last else None
         if last and calls and bar.start - last.end <= 1e-3 * (bar.end - last.start):
             whole = bar.instruction.model_copy(update={"calls": calls})
             joined[-1] = replace(last, end=bar.end, instruction=whole)
@@ -446,13 +515,15 @@ def join_call_bars(bars: Sequence[Bar]) -> list[Bar]:
     return joined
 
 
-def _joined_calls(last: Bar, bar: Bar) -> tuple[int, int] | None:
+def _joined_calls(last: Bar, bar: Bar, chunks: Sequence[int]) -> tuple[int, int] | None:
     """Return the range of layers that the instructions ``last`` and ``bar`` run together, as a pair (index of the
-    first, index behind the last one); ``None`` if they differ in operation or microbatch, or if their layers are not
-    adjacent.
+    first, index behind the last one); ``None`` if they differ in operation, microbatch or virtual stage, or if their
+    layers are not adjacent. ``chunks``: the indices of the first layers of virtual stages.
     """
     one, two = last.instruction, bar.instruction
     if one.op != two.op or one.microbatch != two.microbatch or not one.calls or not two.calls:
+        return None
+    if max(one.calls[0], two.calls[0]) in chunks:
         return None
     if one.calls[1] == two.calls[0] or two.calls[1] == one.calls[0]:
         return min(one.calls[0], two.calls[0]), max(one.calls[1], two.calls[1])

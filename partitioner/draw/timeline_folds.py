@@ -1,4 +1,6 @@
-"""Find equal periods of a timeline, which are drawn once, and map times to a pixel axis that leaves repetitions out.
+"""Choose the parts of a timeline that are not drawn, and map times to a pixel axis that leaves them out.
+
+Equal periods are drawn once. If the rest is still too long, the middle of the step is left out.
 
 A period begins with an anchor: the forward (or backward) of the next microbatch, or of the next layer, on the busiest
 stage. Two periods are equal if all stages run equal instructions at equal times after the anchor. Microbatches, calls
@@ -8,6 +10,7 @@ and buckets are compared relative to those of the anchor.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,6 +22,7 @@ _LEAST_TIMES = 4  # consecutive equal periods; fewer are all drawn
 
 _LEAST_HIDDEN = 0.05  # fraction of the time drawn so far; hiding less is not worth a break
 _MOST_FOLDS = 4
+_KEPT = 0.375  # fraction of the limits that is drawn at either end, where the middle is left out
 _TOLERANCE = 0.02  # fraction of a period by which times may differ; less cannot be seen
 _EDGE = 1e-6  # fraction of a period by which it begins before its anchor, so that rounding does not matter
 
@@ -56,14 +60,30 @@ class Fold:
 
 
 @dataclass(frozen=True)
+class Gap:
+    """Describes a part of a training step that is not drawn because the step has too many instructions. ``start``,
+    ``end``: seconds from the start of the step. ``count``: number of computations in it.
+    """
+
+    start: float
+    end: float
+    count: int
+
+    @property
+    def hidden(self) -> tuple[float, float]:
+        """Return (start, end) of the part, in seconds from the start of the step."""
+        return self.start, self.end
+
+
+@dataclass(frozen=True)
 class TimeScale:
-    """Maps seconds to pixels and leaves out repeated periods. The pixels from ``left`` to ``left + width`` show the
-    time from 0 to ``total`` seconds without the hidden periods of ``folds``. ``gap``: pixels in place of each hidden
+    """Maps seconds to pixels and leaves out some parts of the step. The pixels from ``left`` to ``left + width`` show
+    the time from 0 to ``total`` seconds without the hidden parts of ``folds``. ``gap``: pixels in place of each hidden
     part.
     """
 
     total: float
-    folds: tuple[Fold, ...]
+    folds: tuple[Fold | Gap, ...]
     left: float
     width: float
     gap: float = 26.0  # pixels of a break
@@ -146,6 +166,44 @@ def find_folds(bars: Sequence[Drawn], num_stages: int) -> tuple[Fold, ...]:
             break
         folds.append(best)
     return tuple(sorted(folds, key=lambda f: f.hidden))
+
+
+def leave_out_middle(
+    bars: Sequence[Drawn], folds: Sequence[Fold], most: int, most_of_stage: int
+) -> tuple[Fold | Gap, ...]:
+    """Return ``folds``, the repeated parts of a timeline, with a gap in the middle of the step if too many of ``bars``
+    are drawn without it: more than ``most``, or more than ``most_of_stage`` of one pipeline stage. The gap leaves at
+    most 3/8 of these numbers before it, and as many after it. A repeated part that overlaps the gap becomes part of it.
+    ``bars``: the computations of all stages, those in hidden periods included.
+    """
+    hidden = [fold.hidden for fold in folds]
+    drawn = [b for b in bars if not any(start <= b.start and b.end <= stop for start, stop in hidden)]
+    computing = Counter(b.stage for b in drawn)
+    if len(drawn) <= most and max(computing.values(), default=0) <= most_of_stage:
+        return tuple(folds)
+    limits = int(_KEPT * most), int(_KEPT * most_of_stage)
+    first = _find_end_of_first(sorted(drawn, key=lambda b: b.start), *limits).start
+    last = _find_end_of_first(sorted(drawn, key=lambda b: -b.end), *limits).end
+    within = [fold for fold in folds if fold.start < last and fold.hidden[1] > first]
+    first = min([first, *(fold.hidden[0] for fold in within)])
+    last = max([last, *(fold.hidden[1] for fold in within)])
+    if last <= first:
+        return tuple(folds)
+    count = sum(first <= b.start and b.end <= last for b in bars)
+    kept = [fold for fold in folds if fold not in within]
+    return tuple(sorted([*kept, Gap(first, last, count)], key=lambda part: part.hidden))
+
+
+def _find_end_of_first(bars: Sequence[Drawn], most: int, most_of_stage: int) -> Drawn:
+    """Return the first of ``bars`` with which they are more than ``most``, or more than ``most_of_stage`` of one
+    pipeline stage; the last one if that does not happen.
+    """
+    computing = Counter[int]()
+    for number, bar in enumerate(bars):
+        computing[bar.stage] += 1
+        if number >= most or computing[bar.stage] > most_of_stage:
+            return bar
+    return bars[-1]
 
 
 def _list_anchor_bars(bars: Sequence[Drawn], num_stages: int) -> Iterator[tuple[list[Drawn], tuple[int, ...]]]:

@@ -28,10 +28,11 @@ from partitioner.draw.svg import (
     draw_rectangle,
     draw_text,
     draw_text_span,
+    name_stage_colour,
     text_width,
     to_text,
 )
-from partitioner.plans.figures import mesh_text, picture_title
+from partitioner.plans.figures import VIEW_NAMES, mesh_text, view_title
 from partitioner.plans.mesh_axes import AxisCell, _find_axis_uses, link_rows
 from partitioner.topology.groups import stage_ranks
 from partitioner.topology.hardware import Device
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 _ROW, _TABLE_HEAD, _COLUMN_SPACE = 26.0, 40.0, 26.0
 
-_HEADS = ("links", "join", "a device gets", "latency")
+_HEADS = ("links", "join", "bandwidth", "latency")
 
 
 @dataclass(frozen=True)
@@ -135,8 +136,9 @@ _MOST_DEVICES = 96  # with more devices in a node, they are not drawn one by one
 _MOST_NOTES = 3
 _WIDTH, _LEAST_WIDTH, _MARGIN, _GAP, _PAD = 1320.0, 760.0, 24.0, 16.0, 12.0
 _BOX_WIDTH, _BOX_HEIGHT, _BOX_GAP = 42.0, 26.0, 6.0
+_STAGE_SIZE, _STAGE_HEIGHT = 9.0, 11.0  # pixels of the letters and of the line of a stage's number in a box
 _HEAD = 40.0
-_LEGEND_STAGES = 16
+_LEGEND_STAGES = 16  # of more, the legend shows as many at about equal distances
 
 
 def draw_plan_topology(plan: Plan) -> str:
@@ -153,13 +155,15 @@ def draw_topology(topology: Topology) -> str:
 class DeviceBox:
     """Describes devices of one node that are drawn as one box. ``start``, ``stop``: the range ``[start, stop)`` of
     their indices in the topology. ``label``: the text in the box. ``colour``: name of a colour in ``PALETTE``, such as
-    ``ink``.
+    ``ink``. ``stage``: a second line of text that names the pipeline stage; empty if colours suffice to tell stages
+    apart.
     """
 
     start: int
     stop: int
     label: str
     colour: str
+    stage: str = ""
 
 
 @dataclass(frozen=True)
@@ -194,7 +198,12 @@ class NodeCluster:
 
     @property
     def box_width(self) -> float:
-        return max([_BOX_WIDTH, *(text_width(box.label, 11) + 12 for box in self.boxes)])
+        stages = [text_width(box.stage, _STAGE_SIZE) + 8 for box in self.boxes]
+        return max([_BOX_WIDTH, *stages, *(text_width(box.label, 11) + 12 for box in self.boxes)])
+
+    @property
+    def box_height(self) -> float:
+        return _BOX_HEIGHT + (_STAGE_HEIGHT if any(box.stage for box in self.boxes) else 0.0)
 
     @property
     def radius(self) -> float:
@@ -220,19 +229,19 @@ class NodeCluster:
     @property
     def height(self) -> float:
         if self.chords:
-            return self.top + 2 * self.radius + _BOX_HEIGHT + _PAD
-        return self.top + math.ceil(len(self.boxes) / self.columns) * (_BOX_HEIGHT + _BOX_GAP) - _BOX_GAP + _PAD
+            return self.top + 2 * self.radius + self.box_height + _PAD
+        return self.top + math.ceil(len(self.boxes) / self.columns) * (self.box_height + _BOX_GAP) - _BOX_GAP + _PAD
 
     def centres(self, x: float, y: float) -> list[tuple[float, float]]:
         """Return the centre (x, y), in pixels, of the box of each device (or range of devices) of a node. ``x``, ``y``:
         the top left corner of the node's frame.
         """
         if self.chords:
-            middle = x + self.width / 2, y + self.top + self.radius + _BOX_HEIGHT / 2
+            middle = x + self.width / 2, y + self.top + self.radius + self.box_height / 2
             turns = [2 * math.pi * (i + 0.5) / len(self.boxes) - math.pi / 2 for i in range(len(self.boxes))]
             return [(middle[0] + self.radius * math.cos(t), middle[1] + self.radius * math.sin(t)) for t in turns]
-        across, down = self.box_width + _BOX_GAP, _BOX_HEIGHT + _BOX_GAP
-        left, top = x + _PAD + self.box_width / 2, y + self.top + _BOX_HEIGHT / 2
+        across, down = self.box_width + _BOX_GAP, self.box_height + _BOX_GAP
+        left, top = x + _PAD + self.box_width / 2, y + self.top + self.box_height / 2
         return [(left + (i % self.columns) * across, top + (i // self.columns) * down) for i in range(len(self.boxes))]
 
 
@@ -272,7 +281,7 @@ class _TopologyScene:
         used = max(x + c.width for c, x, _ in _place_clusters(clusters, widest, 0.0)[0])
         width = max(_LEAST_WIDTH, used + _MARGIN, links.width + 2 * _MARGIN)
         header = Header(
-            self.title, self.format_subtitle(clusters), self.list_key_figures(links), self.build_legend_entries()
+            self.title, self.format_subtitle(clusters, links), self.list_key_figures(links), self.build_legend_entries()
         )
         top = draw_header(create_picture(width, 0, ""), header, width) + 8
         placed, bottom = _place_clusters(clusters, width, top + links.height + 22)
@@ -285,19 +294,26 @@ class _TopologyScene:
 
     @property
     def title(self) -> str:
-        return picture_title(self.plan) if self.plan is not None else self.topology.name
+        if self.plan is None:
+            return f"{VIEW_NAMES['topology']} of {self.topology.name}"
+        return view_title(self.plan, "topology")
 
-    def format_subtitle(self, clusters: Sequence[NodeCluster]) -> str:
+    def format_subtitle(self, clusters: Sequence[NodeCluster], links: LinkTable) -> str:
         """Return the sentences below the title of the picture: what bandwidths and the numbers in the boxes of devices
         mean, and how many of all nodes are drawn. ``clusters``: the groups of equal nodes.
+        ``links``: the table of links below.
         """
         numbers = " Numbers are ranks." if self.plan is not None else ""
+        if self.stages_are_numbered:
+            numbers = " Numbers are ranks, with their stages below them."
         if self.named and self.plan is not None:
             numbers = " Numbers are ranks, behind the names that devices have of their own."
         if any(len(c.nodes) > 1 for c in clusters):
             alike = "have the same devices" + ("" if self.plan is None else " and pipeline stages")
             numbers += f" {self.format_drawn_share(clusters)} nodes are shown: of the nodes that {alike}, the first."
-        return f"Bandwidths are per device and direction, when all talk at once.{numbers}"
+        ring = " The bus bandwidth of an axis is that of its slowest all-reduce, as NCCL's tests report it."
+        ring = ring if self.plan is not None and links.axes and any("bus" in sub for _, sub in links.axes) else ""
+        return f"Bandwidths are per device and direction, when all devices transfer at once.{ring}{numbers}"
 
     def format_drawn_share(self, clusters: Sequence[NodeCluster]) -> str:
         """Return how many of the topology's nodes have their devices in the picture, as text such as ``1 of 16``.
@@ -326,18 +342,23 @@ class _TopologyScene:
         """
         if self.plan is None:
             return [(self.choose_stage_colour(self.kinds.index(kind)), kind) for kind in self.kinds]
-        stages = self.plan.mesh.get("pp", 1)
-        found = [(self.choose_stage_colour(s), f"stage {s}") for s in range(min(stages, _LEGEND_STAGES))]
-        if stages > _LEGEND_STAGES:
-            found.append((self.choose_stage_colour(_LEGEND_STAGES), "… and so on"))
+        last = self.plan.mesh.get("pp", 1) - 1
+        places = min(last, _LEGEND_STAGES - 1) or 1
+        shown = dict.fromkeys(round(last * i / places) for i in range(places + 1))
+        found = [(self.choose_stage_colour(s), f"stage {s}") for s in shown]
         return found + ([("idle", "no rank")] if (self.rank_of < 0).any() else [])
 
-    @staticmethod
-    def choose_stage_colour(number: int) -> str:
-        """Return the name of the colour for ``number``, the index of a pipeline stage or of a device type. There are
-        eight colours; larger indices start again with the first.
+    def choose_stage_colour(self, number: int) -> str:
+        """Return the name of the colour for ``number``, the index of a pipeline stage or, without a plan, of a device
+        type.
         """
-        return f"stage_{number % NUM_STAGE_COLOURS}"
+        return name_stage_colour(number, len(self.kinds) if self.plan is None else self.plan.mesh.get("pp", 1))
+
+    @property
+    def stages_are_numbered(self) -> bool:
+        """Return whether boxes have the numbers of their stages, because there are too many stages for colours that
+        are easily told apart."""
+        return self.plan is not None and self.plan.mesh.get("pp", 1) > NUM_STAGE_COLOURS
 
     def cluster_equal_nodes(self) -> list[NodeCluster]:
         """Return the nodes of the topology in groups whose nodes look the same in the picture: equal devices, links and
@@ -439,15 +460,24 @@ class _TopologyScene:
 
     def generate_device_boxes(self, start: int, stop: int) -> Iterator[DeviceBox]:
         """Yield the boxes of a node's devices: one for each device or, on nodes with more than 96 devices, one for each
-        range of devices of equal colour. ``start``, ``stop``: the range ``[start, stop)`` of the indices of the
+        range of devices of one stage or type. ``start``, ``stop``: the range ``[start, stop)`` of the indices of the
         devices.
         """
         one_by_one = stop - start <= _MOST_DEVICES
         first = start
         for i in range(start + 1, stop + 1):
-            if i == stop or one_by_one or self.choose_device_colour(i) != self.choose_device_colour(i - 1):
-                yield DeviceBox(first, i, self.format_device_label(first, i), self.choose_device_colour(first))
+            if i == stop or one_by_one or self.get_drawn_trait(i) != self.get_drawn_trait(i - 1):
+                stage = int(self.stage_of[first])
+                numbered = f"stage {stage}" if stage >= 0 and self.stages_are_numbered else ""
+                colour = self.choose_device_colour(first)
+                yield DeviceBox(first, i, self.format_device_label(first, i), colour, numbered)
                 first = i
+
+    def get_drawn_trait(self, device: int) -> object:
+        """Return what the colour of a device shows: its pipeline stage or, without a plan, its device type. ``device``:
+        index of the device.
+        """
+        return self.topology.devices[device].kind if self.plan is None else int(self.stage_of[device])
 
     def choose_device_colour(self, device: int) -> str:
         """Return the name of the colour of a device: the colour of its pipeline stage, or ``idle`` if it has no rank.
@@ -507,18 +537,22 @@ class _TopologyScene:
             draw_line(joined, *centres[i], *centres[j], "memory", 1.0 + 2.4 * (rate / widest) ** 2)
         for box, (cx, cy) in zip(cluster.boxes, centres, strict=True):
             drawn = draw_group(root, self.format_box_tooltip(box), "hit")
-            left, top = cx - cluster.box_width / 2, cy - _BOX_HEIGHT / 2
-            draw_rectangle(drawn, left, top, cluster.box_width, _BOX_HEIGHT, box.colour, stroke="line", radius=4)
+            height = cluster.box_height
+            left, top = cx - cluster.box_width / 2, cy - height / 2
+            draw_rectangle(drawn, left, top, cluster.box_width, height, box.colour, stroke="line", radius=4)
             ink = "muted" if box.colour == "idle" else "on_stage"
-            draw_text(drawn, cx, cy + 4, box.label, size=11, fill=ink, anchor="middle")
+            base = cy + 4 - (_STAGE_HEIGHT / 2 if box.stage else 0.0)
+            draw_text(drawn, cx, base, box.label, size=11, fill=ink, anchor="middle")
+            if box.stage:
+                draw_text(drawn, cx, base + _STAGE_HEIGHT, box.stage, size=_STAGE_SIZE, fill=ink, anchor="middle")
             device = self.topology.devices[box.start]
             if box.colour != "idle" and (device.speed != 1.0 or self.is_other_memory(device)):
                 draw_line(
                     drawn,
                     left + 3,
-                    top + _BOX_HEIGHT - 4,
+                    top + height - 4,
                     left + cluster.box_width - 3,
-                    top + _BOX_HEIGHT - 4,
+                    top + height - 4,
                     "tied",
                     2,
                 )

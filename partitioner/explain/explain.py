@@ -13,6 +13,7 @@ from partitioner.explain.proof import explain_proof, is_covered, list_uncovered_
 from partitioner.explain.stage_layers import list_stage_lines
 from partitioner.explain.tables import (
     UNCOVERED_MARK,
+    baseline_text,
     build_bar_chart,
     build_figure_grid,
     candidate_counts,
@@ -56,9 +57,9 @@ from partitioner.plans.figures import (
     waiting_shares,
 )
 from partitioner.plans.mesh_axes import axis_text, devices_text
-from partitioner.plans.outline import Outline, outline_program
+from partitioner.plans.outline import Outline, describe_block, outline_program
 from partitioner.runtime.family.data import BatchPadding
-from partitioner.runtime.program.program import list_updated_states
+from partitioner.runtime.program.program import Program, list_updated_states
 from partitioner.topology.groups import stage_ranks
 from partitioner.topology.hosts import BOUNDLESS
 from partitioner.units import (
@@ -234,7 +235,7 @@ def explain_parts(plan: Plan) -> list[RenderableType]:
         ("How is the work divided?", list(_explain_partition(plan, whole))),
         ("How is the sequence shared?", list(explain_sequence_axis(plan))),
         ("How are the experts spread?", list(explain_expert_axis(plan))),
-        ("How are the parameters laid out?", list(_explain_weights(whole)) if whole else []),
+        ("How are the parameters laid out?", list(_explain_weights(whole, plan.program)) if whole else []),
         ("What is communicated?", list(_explain_communication(whole)) if whole else []),
         ("What would other layouts take?", list(_explain_alternatives(plan))),
         ("How good is it?", list(_explain_certificate(plan))),
@@ -494,9 +495,9 @@ def _explain_partition(plan: Plan, whole: Outline | None) -> Iterator[Renderable
         )
 
 
-def _explain_weights(whole: Outline) -> Iterator[RenderableType]:
+def _explain_weights(whole: Outline, program: Program) -> Iterator[RenderableType]:
     """Yield lines that list the weights of each type of block (such as a decoder layer) by the way in which they are
-    sharded. A type that occurs on several stages is listed once. ``whole``: the overview of a program (what each rank
+    sharded. A type that occurs on several stages is listed once. ``whole``: the overview of ``program`` (what each rank
     executes).
     """
     seen: dict[tuple[str, ...], dict[str, list[str]]] = {}
@@ -510,7 +511,7 @@ def _explain_weights(whole: Outline) -> Iterator[RenderableType]:
                     names.append(name)
     for blocks, ways in seen.items():
         if ways:
-            yield format_text_line(f"{' + '.join(blocks)}:")
+            yield format_text_line(f"{' + '.join(describe_block(program, block) for block in blocks)}:")
             for way, names in ways.items():
                 yield indent_part(indent_part(Text(f"{way}: {', '.join(names)}")))
     layouts = {weight.layout for stage in whole.stages for group in stage.groups for weight in group.weights}
@@ -623,15 +624,15 @@ def _get_layout(candidate: Candidate) -> tuple[str, int, str]:
 
 
 def _format_baseline(baseline: Baseline, plan: Plan) -> str:
-    """Return a line on ``baseline``, a standard layout that is compared with ``plan``: its name, its step time or why
-    it is not possible, and by which kinds of time it differs from the plan.
+    """Return a line on ``baseline``, a standard layout that is compared with ``plan``: its name, layout and microbatch
+    size, its step time or why it is not possible, and by which kinds of time it differs from the plan.
     """
     if baseline.candidate is None:
         return f"{baseline.name}: {baseline.excluded}"
     excluded = f"; {baseline.excluded}" if baseline.excluded else ""
     unhosted = "" if baseline.offload else describe_tried_offload(plan)
     became = describe_outcome(baseline.candidate, plan.certificate.objective, unhosted)
-    layout = ", ".join(filter(None, (candidate_text(baseline.candidate), format_offload(baseline))))
+    layout = ", ".join(filter(None, (baseline_text(baseline.candidate), format_offload(baseline))))
     differences = ""
     if baseline.candidate.status != "chosen" and baseline.candidate.breakdown:
         differences = format_time_changes(plan.estimate.breakdown, baseline.candidate.breakdown)

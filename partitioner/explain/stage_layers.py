@@ -73,6 +73,22 @@ def _describe_virtual_stages(plan: Plan) -> str:
     return f"{text}: in order on stages 0 to {last}, then {then}{', and so on' if chunks > 2 else ''}"
 
 
+def number_virtual_stages(plan: Plan) -> dict[tuple[int, int], int]:
+    """Return the virtual stages of ``plan``, numbered from 0 in the order in which a microbatch passes through them:
+    (index of the pipeline stage, which of its virtual stages) -> number. The result is empty if no rank has several, or
+    if the order is not known, because the user wrote the schedule as a table.
+    """
+    stages, chunks = plan.num_stages, plan.chosen.virtual_stages
+    if stages == 1 or chunks == 1 or plan.schedule not in SCHEDULES:
+        return {}
+    seen = Counter[int]()
+    found = {}
+    for number, stage in enumerate(SCHEDULES[plan.schedule].placement(stages, chunks)):
+        found[stage, seen[stage]] = number
+        seen[stage] += 1
+    return found
+
+
 def _describe_estimate(stage: StageEstimate) -> _StageLine:
     """Return the line on ``stage``, a stage of a plan without a program: the number of its block calls (such as
     layers), the first and the last of them, and how many are recomputed."""
@@ -182,4 +198,4 @@ def _shorten_ranges(numbers: Sequence[int]) -> str:
     return f"{', '.join(shown)} and {len(ranges) - len(shown)} more ranges up to {found[-1]}"
 
 
-__all__ = ["list_stage_lines"]
+__all__ = ["list_stage_lines", "number_virtual_stages"]

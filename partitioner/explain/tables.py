@@ -182,6 +182,7 @@ def _shorten_dtype(dtype: str) -> str:
     return _SHORT.get(dtype, dtype)
 
 
+_FORWARD_HEAD, _BACKWARD_HEAD = ("forward\nper step", True), ("backward\nper step", True)  # titles of columns
 _PLACES = 4  # digits of the step times of layouts, which may differ little
 _MOST_CANDIDATES = 12
 
@@ -291,12 +292,16 @@ def build_pair_grid(rows: Sequence[tuple[str, str]]) -> Padding:
 
 def build_empty_table(columns: Sequence[tuple[str, bool]]) -> Table:
     """Return a table with column titles and no rows. ``columns``: (title, whether it holds numbers) of each column;
-    numbers are aligned to the right.
+    numbers are aligned to the right. A title may have several lines.
     """
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1))
     for title, numeric in columns:
         made.add_column(
-            title, justify="right" if numeric else "left", no_wrap=numeric, min_width=len(title), overflow="fold"
+            title,
+            justify="right" if numeric else "left",
+            no_wrap=numeric,
+            min_width=max(map(len, title.split("\n"))),
+            overflow="fold",
         )
     return made
 
@@ -423,6 +428,12 @@ def read_baseline_seconds(baseline: Baseline) -> float:
     return (baseline.candidate.step_time or 0.0) if baseline.candidate is not None else 0.0
 
 
+def baseline_text(candidate: Candidate) -> str:
+    """Return the layout ``candidate`` (mesh, ZeRO stage) and its microbatch size as text, such as ``dp 64, zero 3,
+    microbatch of 2 samples``."""
+    return f"{candidate_text(candidate)}, microbatch of {format_plural(candidate.microbatch_size, 'sample')}"
+
+
 def find_excluded_baseline(plan: Plan) -> Baseline | None:
     """Return the fastest standard layout that the constraints of the user exclude from ``plan``; ``None`` if none has a
     step time."""
@@ -457,7 +468,7 @@ def constraint_cost_text(plan: Plan) -> str:
     step, baseline = plan.certificate.objective, find_excluded_baseline(plan)
     if baseline is None or baseline.candidate is None or (least := read_baseline_seconds(baseline)) >= step:
         return ""
-    layout = f"{baseline.name} ({candidate_text(baseline.candidate)})"
+    layout = f"{baseline.name} ({baseline_text(baseline.candidate)})"
     return f"cost {format_percent(1 - least / step)} or more: {layout}, which they exclude, takes {seconds_text(least)}"
 
 
@@ -634,12 +645,12 @@ def disk_text(plan: Plan) -> str:
 
 def bandwidth_text(plan: Plan) -> str:
     """Return the bandwidth per device of each kind of link in the topology of ``plan``, if all devices transfer at
-    once, for example ``nvlink4 450 GB/s, ib-ndr 50 GB/s per device``; empty for one rank.
+    once, for example ``nvlink4 450 GB/s, ib-ndr 50 GB/s per device and direction``; empty for one rank.
     """
     if plan.world_size == 1:
         return ""
     rates = [f"{level.name} {level_rates(plan.topology, level)[1]}" for level in plan.topology.levels]
-    return f"{', '.join(rates)} per device" if rates else ""
+    return f"{', '.join(rates)} per device and direction" if rates else ""
 
 
 def _find_batch_size(plan: Plan) -> int:
@@ -705,7 +716,7 @@ def stage_table(plan: Plan, whole: Outline) -> Padding:
     train = plan.program.objective == "train"
     made = build_empty_table(
         [("stage", True), ("ranks", False), ("calls", False), ("parameters", True), ("per rank", True),
-         ("peak (of usable)", True), ("forward", True)] + [("backward", True)] * train
+         ("peak (of usable)", True), _FORWARD_HEAD] + [_BACKWARD_HEAD] * train
     )  # fmt: skip
     rooms, peaks = list_usable_bytes(plan), plan.estimate.memory
     for stage in whole.stages:
@@ -751,7 +762,7 @@ def estimate_table(plan: Plan) -> Padding:
     train = plan.objective == "train"
     made = build_empty_table(
         [("stage", True), ("ranks", False), ("calls", True), ("first call", False), ("last call", False),
-         ("peak (of usable)", True), ("forward", True)] + [("backward", True)] * train
+         ("peak (of usable)", True), _FORWARD_HEAD] + [_BACKWARD_HEAD] * train
     )  # fmt: skip
     size = plan.world_size // max(1, len(plan.estimate.stages))
     rooms = list_usable_bytes(plan)

@@ -206,6 +206,22 @@ def simulated_seconds(plan: Plan, gradients_s: float) -> tuple[float, float]:
     return gradients_s + update, update
 
 
+VIEW_NAMES = {  # kind of picture -> what it shows
+    "graph": "Pipeline stages and their layers",
+    "timeline": "Timeline of the step",
+    "memory": "Memory during the step",
+    "topology": "Devices and links",
+}
+
+
+def view_title(plan: Plan, view: str) -> str:
+    """Return the title of a picture of ``plan``: what it shows, the model and the number of ranks. ``view``: the kind
+    of picture, such as ``timeline``.
+    """
+    return f"{VIEW_NAMES[view]} – {picture_title(plan)}"
+
+
 def picture_title(plan: Plan) -> str:
+    """Return the title of a page on ``plan``: the model, what a step is, and the number of ranks."""
     objective = "training step" if plan.objective == "train" else "inference"
     return f"{plan.model}: {objective} on {format_plural(plan.world_size, 'rank')}"

@@ -17,7 +17,7 @@ from partitioner.plans.figures import AXIS_NAMES
 from partitioner.runtime.program.mesh import MESH_AXES
 from partitioner.topology.fabric import level_groups, spans_nodes
 from partitioner.topology.group import Group
-from partitioner.topology.groups import expert_grid, rank_grid, row_groups, stage_links
+from partitioner.topology.groups import expert_grid, kinds_of, rank_grid, stage_links
 from partitioner.topology.hardware import Level
 from partitioner.topology.topology import Topology
 from partitioner.units import format_digits, format_plural, format_ranges, seconds_text
@@ -39,24 +39,41 @@ class AxisCell:
 
 def axis_text(plan: Plan) -> str:
     """Return a text on the links over which the ranks of each mesh axis of ``plan`` communicate, such as ``tp inside a
-    node (nvlink4), dp over ib-ndr (4 nodes)``, with the number of nodes of one group. If groups of an axis differ, the
-    slowest group is described. Empty for a single rank.
+    node (nvlink4), dp over ib-ndr (4 nodes)``, with the number of nodes of one group. If groups of an axis use
+    different links, each kind is described, with its number of groups. Empty for a single rank.
     """
-    of_nodes, devices = plan.topology.node_of, np.array(plan.devices)
     said = []
     for axis, uses in _find_axis_uses(plan).items():
-        links = " and ".join(uses.cells) or "memory"
-        nodes = np.array(
-            [len(set(row)) for row in np.unique(of_nodes[devices[_list_axis_groups(plan, axis)]], axis=0).tolist()]
-        )
-        if plan.topology.num_nodes == 1:
-            said.append(f"{axis} over {links}")
-        elif nodes.max() == 1:
-            said.append(f"{axis} inside a node ({links})")
-        else:
-            few = f"{nodes.min()} to " if nodes.min() < nodes.max() else ""
-            said.append(f"{axis} over {links} ({few}{format_plural(int(nodes.max()), 'node')})")
+        rows = np.array(plan.devices)[_list_axis_groups(plan, axis)]
+        if axis == "pp":  # a pipeline uses the links of all its hand-overs
+            said.append(f"{axis} {_describe_group_links(plan.topology, tuple(uses.cells), rows)}")
+            continue
+        by_links: dict[tuple[tuple[str, ...], bool], list[int]] = {}
+        numbers, kinds = kinds_of(plan.topology, rows)
+        for row, (kind, nodes) in enumerate(zip(numbers.tolist(), plan.topology.node_of[rows].tolist(), strict=True)):
+            names = tuple(tier.level.name for tier in kinds[kind].tiers)
+            by_links.setdefault((names, len(set(nodes)) == 1), []).append(row)
+        told = [
+            _describe_group_links(plan.topology, names, rows[of])
+            + (f" in {format_plural(len(of), 'group')}" if len(by_links) > 1 else "")
+            for (names, _), of in by_links.items()
+        ]
+        said.append(f"{axis} {' and '.join(told)}")
     return ", ".join(reversed(said))
+
+
+def _describe_group_links(topology: Topology, names: Sequence[str], rows: NDArray[np.int64]) -> str:
+    """Return a phrase for the links over which groups of ranks communicate, such as ``over ib-ndr (4 nodes)``.
+    ``names``: the links, from the innermost. ``rows``: the device indices of each group, one group per row.
+    """
+    links = " and ".join(names) or "memory"
+    nodes = [len(set(row)) for row in np.unique(topology.node_of[rows], axis=0).tolist()]
+    if topology.num_nodes == 1:
+        return f"over {links}"
+    if max(nodes) == 1:
+        return f"inside a node ({links})"
+    few = f"{min(nodes)} to " if min(nodes) < max(nodes) else ""
+    return f"over {links} ({few}{format_plural(max(nodes), 'node')})"
 
 
 def devices_text(plan: Plan) -> str:
@@ -84,7 +101,12 @@ def link_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
     come first, links between a single pair of devices last.
     """
     levels = [
-        (level.name, _describe_level_joins(level), level_rates(topology, level)[1], seconds_text(level.latency))
+        (
+            level.name,
+            _describe_level_joins(level),
+            f"{level_rates(topology, level)[1]} per device",
+            seconds_text(level.latency),
+        )
         for level in topology.levels
     ]
     return [*_pattern_rows(topology), *levels, *_own_rows(topology)]
@@ -157,7 +179,7 @@ def _own_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
     """
     own = list(topology.own_links.values())
     rows = [
-        (link.name, "two devices", _format_bandwidth(link.bandwidth), seconds_text(link.latency))
+        (link.name, "two devices", f"{_format_bandwidth(link.bandwidth)} per pair", seconds_text(link.latency))
         for link in own[:_MOST_OWN]
     ]
     if len(own) > _MOST_OWN:
@@ -186,7 +208,7 @@ def _find_axis_uses(plan: Plan) -> dict[str, _Uses]:
         found[axis] = (
             _describe_stage_messages(plan, rows)
             if axis == "pp"
-            else _describe_collectives(axis, row_groups(plan.topology, rows))
+            else _describe_collectives(axis, *kinds_of(plan.topology, rows))
         )
     return found
 
@@ -197,21 +219,27 @@ def _list_axis_groups(plan: Plan, axis: str) -> NDArray[np.int64]:
     return expert_grid(plan.mesh, plan.chosen.etp) if axis == "ep" else rank_grid(plan.mesh, axis)
 
 
-def _describe_collectives(axis: str, groups: Sequence[Group]) -> _Uses:
-    """Return texts on how the collectives of the mesh axis ``axis`` use the links, for the report. ``groups``: the
-    groups of ranks along the axis; if they differ, the slowest one is described."""
-    slowest = min(groups, key=lambda g: (g.bus_bandwidth, -g.all_reduce_start))
-    cells = {}
-    for tier in slowest.tiers:
-        parts = (
-            format_plural(tier.ways, "rank")
-            if tier.below == 1
-            else f"{format_plural(tier.ways, 'part')} of {tier.below}"
-        )
-        rate = _format_bandwidth(tier.level.bandwidth * tier.below)
-        tip = f"{AXIS_NAMES[axis]}: {parts} talk over {tier.level.name}, each sends {rate}"
-        cells[tier.level.name] = AxisCell(f"{parts}, {rate}", tip)
-    return _Uses(f"{AXIS_NAMES[axis]}: ring at {_format_bandwidth(slowest.bus_bandwidth)}", cells)
+def _describe_collectives(axis: str, numbers: NDArray[np.int64], kinds: Sequence[Group]) -> _Uses:
+    """Return texts on how the collectives of the mesh axis ``axis`` use the links, for the report. ``numbers``: the
+    index in ``kinds`` of each group of ranks along the axis. ``kinds``: groups with different links. A kind of links
+    that several of them use is described for the slowest of these."""
+    counts = Counter(numbers.tolist())
+    ranked = sorted(range(len(kinds)), key=lambda k: (kinds[k].bus_bandwidth, -kinds[k].all_reduce_start))
+    cells: dict[str, AxisCell] = {}
+    for kind in ranked:
+        for tier in kinds[kind].tiers:
+            parts = (
+                format_plural(tier.ways, "rank")
+                if tier.below == 1
+                else f"{format_plural(tier.ways, 'part')} of {tier.below} ranks"
+            )
+            rate = f"{_format_bandwidth(tier.level.bandwidth)} per device"
+            tip = f"{AXIS_NAMES[axis]}: {parts} communicate over {tier.level.name}, {rate}"
+            if len(counts) > 1:
+                tip += f"; {counts[kind]:,} of {len(numbers):,} groups do"
+            cells.setdefault(tier.level.name, AxisCell(f"{parts}, {rate}", tip))
+    least = _format_bandwidth(kinds[ranked[0]].bus_bandwidth)
+    return _Uses(f"{AXIS_NAMES[axis]}: bus bandwidth {least}", cells)
 
 
 def _describe_stage_messages(plan: Plan, rows: NDArray[np.int64]) -> _Uses:
@@ -223,7 +251,7 @@ def _describe_stage_messages(plan: Plan, rows: NDArray[np.int64]) -> _Uses:
     rates = {link.name: min(k.bandwidth for k in slowest if k.name == link.name) for link in slowest}
     cells = {}
     for name, count in counts.items():
-        words = f"{format_plural(count, 'hand-over')}, {_format_bandwidth(rates[name])}"
+        words = f"{format_plural(count, 'hand-over')}, {_format_bandwidth(rates[name])} per device"
         cells[name] = AxisCell(words, f"pipeline: {words}, over {name}")
     return _Uses(f"pipeline: {format_plural(len(slowest), 'hand-over')}", cells)
 

@@ -19,7 +19,7 @@ from partitioner.passes.ir.layouts import REST, TOTALS
 from partitioner.plans.block_outline import BlockCollective, Weight, block_collectives, block_weights
 from partitioner.runtime.program.buckets import Bucket
 from partitioner.runtime.program.instructions import Instruction, count_repetitions
-from partitioner.runtime.program.program import Program, Stage
+from partitioner.runtime.program.program import CallData, Program, Stage
 from partitioner.runtime.program.sharded_buckets import count_gradient_shards, list_all_reduce_axes, zero_axes
 from partitioner.runtime.program.state_bytes import state_sizes
 from partitioner.units import bytes_text
@@ -33,11 +33,15 @@ def group_notes(calls: CallGroup) -> list[str]:
     notes = (
         ("recomputed in backward", calls.recomputed),
         ("recomputed in part in backward", calls.selective),
+        (_OF_TOTALS, calls.prologue and any(block.endswith(TOTALS) for block in calls.blocks)),
         ("before the pipeline starts", calls.prologue),
         ("computed by each stage that reads it", calls.everywhere and not calls.prologue),
     )
     return [note for note, holds in notes if holds]
 
+
+_COMMON = "shared"  # name of the blocks that compute what several layers read, which a module can have, too
+_OF_TOTALS = "such as the number of targets"
 
 BUCKET_OPS = {"GATHER": "all_gather", "SCATTER": "reduce_scatter", "REDUCE": "all_reduce"}
 
@@ -167,7 +171,8 @@ class CallGroup:
     ``num_parameters``: elements of the parameters before sharding. ``parameter_bytes``: bytes of these parameters that
     one rank holds. ``recomputed``, ``selective``: whether the backward recomputes all of each call, or a part.
     ``prologue``: whether the calls run before the pipeline starts. ``everywhere``: whether each stage that reads the
-    results computes them for itself.
+    results computes them for itself. ``chunk``: which of its rank's virtual stages the calls belong to, from 0;
+    ``None`` if they belong to none, because they run before the pipeline starts or on several stages.
     """
 
     stage: int
@@ -187,6 +192,7 @@ class CallGroup:
     selective: bool = False
     prologue: bool = False
     everywhere: bool = False
+    chunk: int | None = None
 
 
 @dataclass(frozen=True)
@@ -327,22 +333,63 @@ def path_range(paths: Sequence[str]) -> str:
     return f"{first} – {last}"
 
 
+def describe_block(program: Program, name: str) -> str:
+    """Return the name for reports of a block (such as a decoder layer) of ``program``. ``name``: its name in the
+    program.
+
+    A block that needs totals over the whole batch, such as the number of targets, is two blocks in the program. The
+    first computes the totals before the pipeline starts, and is called ``batch totals for`` the undivided block. The
+    second does the rest; it gets the name of the undivided block.
+
+    What several layers read, and no module alone computes, is called ``layer inputs``, with the path of the module that
+    has most of it: ``layer inputs (model.rotary_emb)``.
+    """
+    if name.endswith(TOTALS):
+        return f"batch totals for {name.removesuffix(TOTALS)}"
+    if _is_common(program, name):
+        paths = Counter(str(node["path"]) for node in program.blocks[name].nodes if node.get("path"))
+        return f"layer inputs ({paths.most_common(1)[0][0]})" if paths else "layer inputs"
+    if name.split("#")[0] == _COMMON:  # a module with this name
+        return _COMMON
+    own = name.removesuffix(REST)
+    return own if own + TOTALS in program.blocks else name
+
+
+def _describe_path(program: Program, call: CallData) -> str:
+    """Return the module path of ``call``, or the name of its block for reports if this says more: if the block computes
+    totals over the batch, or no module alone computes it."""
+    named = call.block.split("#")[0] == _COMMON or call.block.endswith(TOTALS)
+    return describe_block(program, call.block) if named else call.path
+
+
+def _is_common(program: Program, name: str) -> bool:
+    """Return whether the block ``name`` of ``program`` is what several layers read, and no module of the model with
+    that name."""
+    paths = (str(node.get("path", "")) for node in program.blocks[name].nodes)
+    return name.split("#")[0] == _COMMON and all(path.split(".")[0] != _COMMON for path in paths)
+
+
 def chunk_starts(stage: Stage) -> list[int]:
     """Return the positions, from 0, at which the virtual stages of the pipeline stage ``stage`` begin in its list of
     block calls (such as layers), in increasing order.
     """
     starts: set[int] = set()
-    first = [i for i in stage.instructions if i.microbatch == 0]
-    # a forward is of a whole virtual stage, or of one call of it
-    is_whole = any(i.op == "F" and i.calls and i.calls[1] - i.calls[0] > 1 for i in first)
-    fresh = True
-    for instruction in first:
+    spans: dict[int | None, list[tuple[int, int]]] = {}
+    last: tuple[int | None, int] | None = None  # microbatch and end of the forward before, without another operation
+    for instruction in stage.instructions:
         if instruction.op == "F" and instruction.calls:
-            if fresh or is_whole:
-                starts.add(instruction.calls[0])
-            fresh = False
-        elif instruction.op in ("RECV_F", "SEND_F", "B", "I"):
-            fresh = True
+            start, end = instruction.calls
+            if last != (instruction.microbatch, start):
+                starts.add(start)
+            spans.setdefault(instruction.microbatch, []).append((start, end))
+            last = instruction.microbatch, end
+        elif instruction.op in ("RECV_F", "SEND_F", "B", "I", "W"):
+            last = None
+    # A forward is of a whole virtual stage or of a part of it, such as one call. Most microbatches have whole ones, and
+    # then tell apart two virtual stages that a rank runs one after the other.
+    fewest = min(spans.values(), key=len, default=[])
+    if all(end - start > 1 for start, end in fewest) or len(fewest) < max(map(len, spans.values())):
+        starts.update(start for start, _ in fewest)
     return sorted(starts)
 
 
@@ -418,7 +465,7 @@ class _Outliner:
             calls = stage.calls[start:stop]
             states = dict.fromkeys(s for call in calls for s in call.states)
             parameters = [s for s in states if self.program.states[s].kind == "parameter"]
-            members = tuple(call.path for call in calls[::period])
+            members = tuple(_describe_path(self.program, call) for call in calls[::period])
             made.append(
                 CallGroup(
                     stage=index,
@@ -426,7 +473,7 @@ class _Outliner:
                     start=start,
                     stop=stop,
                     blocks=tuple(c.block for c in calls[:period]),
-                    title=" + ".join(self.describe_block(c.block, c.prologue) for c in calls[:period]),
+                    title=" + ".join(describe_block(self.program, c.block) for c in calls[:period]),
                     count=repeats,
                     paths=path_range(members),
                     members=members,
@@ -438,22 +485,19 @@ class _Outliner:
                     selective=start in selective,
                     prologue=calls[0].prologue,
                     everywhere=any(v in self.shared for v in calls[0].outputs),
+                    chunk=self.find_chunk(calls[0], start, starts),
                 )
             )
         return tuple(made)
 
-    def describe_block(self, name: str, prologue: bool) -> str:
-        """Return the name of a block (such as a decoder layer) for reports. ``name``: its name in the program.
-        ``prologue``: whether it runs before the pipeline starts.
-
-        A block that needs sums over the whole batch, such as the number of targets, is two blocks in the program. The
-        first computes the sums before the pipeline starts, and is called ``sums of ... over the batch``. The second
-        does the rest; it gets the name of the undivided block.
+    def find_chunk(self, call: CallData, position: int, starts: Sequence[int]) -> int | None:
+        """Return which of its rank's virtual stages ``call``, the block call at ``position`` of a pipeline stage,
+        belongs to, from 0; ``None`` if it runs before the pipeline starts or on several stages. ``starts``: the
+        positions at which the virtual stages begin.
         """
-        if prologue and name.endswith(TOTALS):
-            return f"sums of {name.removesuffix(TOTALS)} over the batch"
-        own = name.removesuffix(REST)
-        return own if own + TOTALS in self.program.blocks else name
+        if call.prologue or any(value in self.shared for value in call.outputs):
+            return None
+        return max(0, bisect_right(starts, position) - 1)
 
     def list_call_weights(self, call: Any) -> list[Weight]:
         gathered = self.program.zero == 3 and self.program.size("dp_shard") * self.program.size("cp") > 1

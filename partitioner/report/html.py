@@ -153,12 +153,14 @@ def read_cell(cell: Any) -> str:
 
 def _convert_table(table: Table, caption: str) -> ET.Element:
     """Return ``table``, a table of the library rich, as an HTML table with a hidden ``caption``. Right-aligned columns
-    are those of numbers. A table whose columns have no titles becomes a list of names and values.
+    are those of numbers. A row in bold is the chosen one. A table whose columns have no titles becomes a list of names
+    and values.
     """
     columns = [(read_cell(column.header), column.justify == "right") for column in table.columns]
     rows = [[read_cell(cell) for cell in row] for row in zip(*(column.cells for column in table.columns), strict=True)]
     if any(title for title, _ in columns):
-        return build_table(caption, columns, rows, captioned=False)
+        marks = ["chosen" if row.style == "bold" else None for row in table.rows]
+        return build_table(caption, columns, rows, captioned=False, marks=marks)
     return build_pair_list(rows, caption)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -22,9 +22,10 @@ from partitioner.cost.call.operators import backward_kernels, forward_kernels, o
 from partitioner.cost.call.roofline import kernel_times
 from partitioner.passes.rules.strategies import needs_gradient
 from partitioner.plan import Plan
+from partitioner.plans.outline import describe_block
 from partitioner.report.html import Cell, build_table
 from partitioner.simulate.program_time import PlanDurations
-from partitioner.units import bytes_text, format_flops, format_percent, seconds_text
+from partitioner.units import bytes_text, format_flops, format_percent, format_ranges, seconds_text
 
 if TYPE_CHECKING:
     from partitioner.passes.ir.model import Block
@@ -35,15 +36,18 @@ MOST_OPERATORS = 300  # rows of the table
 
 @dataclass
 class OperatorCost:
-    """Describes the predicted cost of one operator of a module for one microbatch, on one rank of a pipeline stage.
+    """Describes the predicted cost of one operator of a module for one microbatch, on one rank of each of some pipeline
+    stages.
 
-    ``stages``: the index of the stage, or the first and the last as text, such as ``0–3``. ``block``: name of the block
-    (such as a decoder layer) that contains the operator. ``operator``: the module path and the name of the operator.
-    ``calls``: how often the stages call the block. ``seconds``: a list of two numbers, for forward and for backward,
-    summed over all these calls. ``num_bytes``: bytes read and written by forward and backward of a single call.
-    ``flops``: their floating-point operations.
+    ``device``: the device type of these ranks, with its speed factor if that is not 1. ``stages``: the indices of the
+    stages as text, such as ``0–3, 5``. ``block``: name of the block (such as a decoder layer) that contains the
+    operator. ``operator``: the module path and the name of the operator. ``calls``: how often the stages call the
+    block. ``seconds``: a list of two numbers, for forward and for backward, summed over all these calls.
+    ``num_bytes``: bytes read and written by forward and backward of a single call. ``flops``: their floating-point
+    operations.
     """
 
+    device: str
     stages: str
     block: str
     operator: str
@@ -56,47 +60,42 @@ class OperatorCost:
 def list_operator_costs(plan: Plan) -> list[OperatorCost]:
     """Return the predicted cost of every operator of the blocks (pieces of the model, such as decoder layers) of
     ``plan``, the longest time first. Operators of equal name in one module of a block are added up. A block that
-    several stages call has one entry per operator, with all its calls.
+    several stages call has one entry per operator and device type, with all its calls on devices of this type. If
+    devices of one type have different speeds, the slowest counts.
 
     Only the time of kernels counts, without communication, recomputation and the time in which a device waits for the
     host.
     """
     durations = PlanDurations(plan)
     train = plan.program.objective == "train"
-    calls: dict[str, int] = defaultdict(int)
-    stages: dict[str, list[int]] = defaultdict(list)
+    calls: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)  # (block, device type) -> stage -> calls
+    speeds: dict[tuple[str, str], float] = {}
     for number, stage in enumerate(plan.program.stages):
-        for call in stage.calls:
-            if call.prologue:
-                continue
-            calls[call.block] += 1
-            if number not in stages[call.block]:
-                stages[call.block].append(number)
+        for seat in durations.machine.seats[number]:
+            for name in {call.block for call in stage.calls if not call.prologue}:
+                key = name, seat.kind
+                speeds[key] = min(seat.speed, speeds.get(key, seat.speed))
+                calls[key][number] = sum(call.block == name and not call.prologue for call in stage.calls)
     found: list[OperatorCost] = []
-    for name, count in calls.items():
-        seat = min(durations.machine.seats[stages[name][0]], key=lambda seat: seat.speed)
-        device = durations.topology.paced_type(seat.kind, seat.speed)
-        where = _format_stages(stages[name])
-        block, common = durations.blocks[name], OperatorCost(where, name, "", count)
+    for (name, kind), on_stages in calls.items():
+        speed = speeds[name, kind]
+        device = durations.topology.paced_type(kind, speed)
+        shown = kind if speed == 1 else f"{kind} at {speed:g} of its speed"
+        common = OperatorCost(shown, format_ranges(sorted(on_stages)), name, "", on_stages.total())
+        block = durations.blocks[name]
         merged = FusedRegions(block, train) if durations.machine.profile.fused_kernels else None
         found += _list_block_costs(plan, block, device, train, common, merged)
     return sorted(found, key=lambda cost: -sum(cost.seconds))
-
-
-def _format_stages(numbers: list[int]) -> str:
-    """Return the pipeline stage indices ``numbers``, in ascending order, as text: ``3`` for one, ``0–3`` for the first
-    and the last of several.
-    """
-    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}–{numbers[-1]}"
 
 
 def _list_block_costs(
     plan: Plan, block: Block, device: DeviceType, train: bool, common: OperatorCost, merged: FusedRegions | None
 ) -> Iterator[OperatorCost]:
     """Yield the predicted cost of each operator of ``block``, a piece of the model in ``plan`` such as a decoder layer,
-    on ``device``. ``train``: whether backward is included. ``common``: its ``stages``, ``block`` and ``calls`` are
-    copied to each result, and seconds are multiplied by its ``calls``. ``merged``: the regions of operators that a
-    compiler merges into one kernel, whose time is divided among its operators; ``None``: nothing is merged.
+    on ``device``. ``train``: whether backward is included. ``common``: its ``device``, ``stages``, ``block`` and
+    ``calls`` are copied to each result, and seconds are multiplied by its ``calls``. ``merged``: the regions of
+    operators that a compiler merges into one kernel, whose time is divided among its operators; ``None``: nothing is
+    merged.
     """
     paths = {node["name"]: node.get("path", "") for node in plan.program.blocks[block.name].nodes}
     names, learned = set(block.states), learned_nodes(block)
@@ -123,7 +122,8 @@ def _list_block_costs(
         if key not in costs:
             path, operator = key
             shown = f"{path}: {operator}" if path else operator
-            costs[key] = OperatorCost(common.stages, common.block, shown, common.calls)
+            own = describe_block(plan.program, common.block)
+            costs[key] = OperatorCost(common.device, common.stages, own, shown, common.calls)
         cost = costs[key]
         cost.seconds[row.way] += float(seconds) * common.calls
         cost.num_bytes += row.kernel.num_bytes
@@ -133,22 +133,27 @@ def _list_block_costs(
 
 def build_operator_table(costs: list[OperatorCost]) -> ET.Element:
     """Return a sortable HTML table with a row for each of the first 300 entries of ``costs``. Its column "share" is the
-    fraction of the seconds of all ``costs``.
+    fraction of the seconds of all ``costs`` on devices of the same type. It has a column with the device type if there
+    are several.
     """
-    total = sum(sum(cost.seconds) for cost in costs) or 1.0
+    totals: dict[str, float] = defaultdict(float)
+    for cost in costs:
+        totals[cost.device] += sum(cost.seconds)
     rows: list[list[Cell]] = []
     for cost in costs[:MOST_OPERATORS]:
         both = sum(cost.seconds)
+        share = both / (totals[cost.device] or 1.0)
         ahead, back = cost.seconds
         rows.append(
             [
                 cost.operator,
                 cost.block,
+                *([cost.device] if len(totals) > 1 else []),
                 cost.stages,
                 (float(cost.calls), f"{cost.calls:,}"),
                 (ahead, seconds_text(ahead) if ahead else ""),
                 (back, seconds_text(back) if back else ""),
-                (both / total, format_percent(both / total)),
+                (share, format_percent(share)),
                 (cost.flops, format_flops(cost.flops) if cost.flops else ""),
                 (cost.num_bytes, bytes_text(cost.num_bytes)),
             ]
@@ -156,13 +161,15 @@ def build_operator_table(costs: list[OperatorCost]) -> ET.Element:
     columns = [
         ("operator", False),
         ("block", False),
-        ("stage", False),
+        *([("device", False)] if len(totals) > 1 else []),
+        ("stages", False),
         ("calls", True),
-        ("forward", True),
-        ("backward", True),
+        ("forward of all calls", True),
+        ("backward of all calls", True),
         ("share", True),
         ("FLOPs, a call", True),
         ("bytes, a call", True),
     ]
-    caption = "Operators of a microbatch, by module, on one rank of each stage"
+    where = f" ({next(iter(totals))})" if len(totals) == 1 else ", for each device type"
+    caption = f"Operators of one microbatch, by module, on one rank of each stage{where}"
     return build_table(caption, columns, rows, sortable=True, name="operator-table")

@@ -30,13 +30,18 @@
     }));
   }
   for (const field of document.querySelectorAll("input.filter")) {
-    const rows = [...document.getElementById(field.dataset.table).tBodies[0].rows];
+    const tables = field.dataset.tables.split(" ").map((name) => document.getElementById(name)).filter(Boolean);
+    const rows = tables.flatMap((table) => [...table.tBodies[0].rows]);
     const words = rows.map((row) => row.textContent.toLowerCase());
     field.addEventListener("input", () => {
       const asked = field.value.trim().toLowerCase();
       let shown = 0;
       rows.forEach((row, i) => { row.hidden = !words[i].includes(asked); shown += !row.hidden; });
       field.closest(".tools").querySelector(".found").textContent = asked ? `${shown} of ${rows.length} rows` : "";
+      for (const table of tables) { // rows that are found are shown, those of a folded table, too
+        const folded = table.closest("details");
+        if (folded) folded.open = Boolean(asked) && [...table.tBodies[0].rows].some((row) => !row.hidden);
+      }
     });
   }
 

@@ -36,8 +36,9 @@ from partitioner.report.pictures import (
     format_picture_styles,
 )
 from partitioner.report.tables import (
+    CANDIDATE_TABLES,
     MOST_CANDIDATES,
-    build_candidate_table,
+    build_candidate_tables,
     build_why_not_table,
     count_left_candidates,
 )
@@ -224,14 +225,14 @@ def _build_summary(plan: Plan) -> list[ET.Element]:
 
 def _build_candidates(plan: Plan, left_out: list[str]) -> list[ET.Element]:
     """Return the elements of the section "Candidates" of the report of ``plan``: the numbers of candidates by outcome,
-    a field to filter rows, and the table of the layouts that the search examined. If some have no row, a sentence on it
-    is appended to ``left_out``.
+    a field to filter rows, and the tables of the layouts that the search examined. If some have no row, a sentence on
+    it is appended to ``left_out``.
     """
     rest = count_left_candidates(plan)
     words = [candidate_counts(plan.certificate)]
     if rest:
-        left_out.append(f"Of the candidates: {rest:,} without a row; the table has the best {MOST_CANDIDATES:,}.")
-        words.append(f"The table has the best {MOST_CANDIDATES:,}; {rest:,} more have no row.")
+        left_out.append(f"Of the candidates: {rest:,} without a row; the tables have the best {MOST_CANDIDATES:,}.")
+        words.append(f"The tables have the best {MOST_CANDIDATES:,}; {rest:,} more have no row.")
     choice = build_element(
         "label",
         "Show only rows with ",
@@ -240,7 +241,7 @@ def _build_candidates(plan: Plan, left_out: list[str]) -> list[ET.Element]:
             type="search",
             class_="filter",
             placeholder="tp 8, slower, 1f1b",
-            data_table="candidate-table",
+            data_tables=" ".join(CANDIDATE_TABLES),
             autocomplete="off",
         ),
     )
@@ -248,7 +249,7 @@ def _build_candidates(plan: Plan, left_out: list[str]) -> list[ET.Element]:
     tools = build_element("div", choice, status, class_="tools")
     note = describe_tried_rows(plan.certificate, "lower bound")
     below = [build_element("p", note)] if note else []
-    return [build_element("p", ". ".join(filter(None, words))), tools, build_candidate_table(plan), *below]
+    return [build_element("p", ". ".join(filter(None, words))), tools, *build_candidate_tables(plan), *below]
 
 
 def _build_answers(plan: Plan) -> list[ET.Element]:

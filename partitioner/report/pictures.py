@@ -24,13 +24,14 @@ _NOTE_SIZE = "12"  # font size of the notes in a header; the title is larger
 
 @dataclass(frozen=True)
 class Embedded:
-    """A picture inside an HTML page. ``drawing``: the ``svg`` element, or ``None`` if there is no picture. ``notes``:
-    the text under the picture's title. ``legend``: pairs (name of a colour or ``hatched``, meaning). ``missing``: a
-    sentence that says why there is no picture; empty if there is one. ``left_out``: a text that says which part of the
-    picture was left out because of its size; empty if it is complete.
+    """A picture inside an HTML page. ``drawing``: the ``svg`` element, or ``None`` if there is no picture. ``title``:
+    what the picture shows. ``notes``: the text under the title. ``legend``: pairs (name of a colour or ``hatched``,
+    meaning). ``missing``: a sentence that says why there is no picture; empty if there is one. ``left_out``: a text
+    that says which part of the picture was left out because of its size; empty if it is complete.
     """
 
     drawing: ET.Element | None
+    title: str = ""
     notes: str = ""
     legend: tuple[tuple[str, str], ...] = ()
     missing: str = ""
@@ -51,18 +52,21 @@ def embed_picture(view: str, draw_source: Callable[[], str]) -> Embedded:
     if len(source) > MOST_SOURCE_BYTES:
         return Embedded(None, missing=_format_missing(view, len(source)))
     root = ET.fromstring(clean_text(source, len(source)))
+    title = root.findtext(f"{_SVG}title", view)
     notes, legend = _take_header(root)
+    undrawn = root.attrib.pop("data-left-out", "")
     _adapt_elements(root)
-    root.set("aria-label", view)
+    root.set("aria-label", title)
     size = len(format_html(root).encode())
     if size <= MOST_PICTURE_BYTES:
-        return Embedded(root, notes, legend)
+        return Embedded(root, title, notes, legend, left_out=undrawn)
     for parent in root.iter():
-        for title in parent.findall("title"):
-            parent.remove(title)
+        for tip in parent.findall("title"):
+            parent.remove(tip)
     if len(format_html(root).encode()) <= MOST_PICTURE_BYTES:
-        left_out = f"the details under the pointer of the {view}, {bytes_text(size)} with them"
-        return Embedded(root, notes, legend, left_out=left_out)
+        details = f"the details under the pointer of the {view}, {bytes_text(size)} with them"
+        notes = f"{notes} Left out: {details}."  # what the picture itself leaves out is in its notes already
+        return Embedded(root, title, notes, legend, left_out=" and ".join(filter(None, (undrawn, details))))
     return Embedded(None, missing=_format_missing(view, size))
 
 
@@ -122,9 +126,9 @@ def _adapt_elements(root: ET.Element) -> None:
 
 
 def build_figure(picture: Embedded, view: str, title: str) -> ET.Element:
-    """Return ``picture`` as an HTML ``figure`` with its notes, legend, a field for details and buttons to zoom. If
-    there is no drawing, return a paragraph that says why. ``view``: name of the kind of picture; ``graph`` and
-    ``topology`` also have a search field. ``title``: the name of the picture in its accessible label.
+    """Return ``picture`` as an HTML ``figure`` with its title, notes, legend, a field for details and buttons to zoom.
+    If there is no drawing, return a paragraph that says why. ``view``: name of the kind of picture; ``graph`` and
+    ``topology`` also have a search field. ``title``: the name of the picture in the accessible label of its frame.
     """
     if picture.drawing is None:
         return build_element("p", picture.missing, class_="missing")
@@ -149,10 +153,8 @@ def build_figure(picture: Embedded, view: str, title: str) -> ET.Element:
         "div", picture.drawing, class_="frame", tabindex="0", role="group", aria_label=hint, data_view=view
     )
     details = build_element("pre", "Point at, or tap, a part of the picture.", class_="details", aria_live="polite")
-    notes = picture.notes + (f" Left out: {picture.left_out}." if picture.left_out else "")
-    return build_element(
-        "figure", tools, build_element("figcaption", notes) if notes else None, legend, frame, details, class_="picture"
-    )
+    caption = build_element("figcaption", build_element("strong", picture.title), f" {picture.notes}")
+    return build_element("figure", tools, caption, legend, frame, details, class_="picture")
 
 
 def format_picture_styles() -> str:

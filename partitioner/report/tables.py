@@ -4,7 +4,7 @@ constraints."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from xml.etree import ElementTree as ET
 
@@ -16,7 +16,10 @@ from partitioner.plans.figures import candidate_text
 from partitioner.report.html import Cell, build_element, build_table
 from partitioner.units import bytes_text, format_percent, seconds_text
 
-MOST_CANDIDATES = 400  # rows of the table
+MOST_CANDIDATES = 400  # rows of the tables of candidates
+_BEST_CANDIDATES = 12  # rows that are shown at first; a few more are shown, too, rather than folded
+_FEWEST_FOLDED = 5
+CANDIDATE_TABLES = ("candidate-table", "more-candidates-table")  # those of the best, and of all others
 MOST_ANSWERS = 48  # questions of the why-not table
 _MOST_VALUES = 6  # values of one constraint
 _MOST_REASON = 240  # characters of a reason in a row
@@ -32,11 +35,30 @@ _VERDICTS = {
 _LAST = math.inf  # sort key of a cell without a number: it comes last
 
 
-def build_candidate_table(plan: Plan) -> ET.Element:
-    """Return a sortable HTML table of the layouts (mesh, microbatch size, schedule, ZeRO stage) that the search of
-    ``plan`` examined, the best first, with at most 400 rows. The row of the plan's own layout has the class
-    ``chosen``."""
-    shown = best_first(plan.certificate.candidates)[:MOST_CANDIDATES]
+def build_candidate_tables(plan: Plan) -> list[ET.Element]:
+    """Return HTML elements with the layouts (mesh, microbatch size, schedule, ZeRO stage) that the search of ``plan``
+    examined, the best first, in at most 400 rows: a sortable table of the best ones and, if there are many, a second
+    one inside an element that a click unfolds. The row of the plan's own layout has the class ``chosen``."""
+    ranked = best_first(plan.certificate.candidates)[:MOST_CANDIDATES]
+    few = len(ranked) < _BEST_CANDIDATES + _FEWEST_FOLDED
+    best, rest = (ranked, []) if few else (ranked[:_BEST_CANDIDATES], ranked[_BEST_CANDIDATES:])
+    caption = f"The {len(best)} best candidates of the search, the best first" if rest else "Candidates of the search"
+    tables = [_build_candidate_table(best, plan, caption, CANDIDATE_TABLES[0])]
+    if rest:
+        more = f"{len(rest):,} further candidates"
+        tables.append(
+            build_element(
+                "details",
+                build_element("summary", f"Show {more}"),
+                _build_candidate_table(rest, plan, f"{more}, the best first", CANDIDATE_TABLES[1]),
+            )
+        )
+    return tables
+
+
+def _build_candidate_table(shown: Sequence[Candidate], plan: Plan, caption: str, name: str) -> ET.Element:
+    """Return a sortable HTML table with a row for each of the layouts ``shown`` that the search of ``plan`` examined.
+    ``caption``: its title. ``name``: its ``id`` attribute."""
     columns = [
         ("mesh", False),
         ("microbatch", True),
@@ -48,11 +70,11 @@ def build_candidate_table(plan: Plan) -> ET.Element:
         ("outcome", False),
     ]
     return build_table(
-        "Candidates of the search, the best first",
+        caption,
         columns,
         [_list_candidate_cells(candidate, plan) for candidate in shown],
         sortable=True,
-        name="candidate-table",
+        name=name,
         marks=["chosen" if candidate.status == "chosen" else None for candidate in shown],
     )
 

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import random
 import re
-from itertools import combinations
+from itertools import combinations, pairwise
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from partitioner import Constraints, Topology, partition
 from partitioner.draw import VIEWS, DrawError, draw
 from partitioner.draw.graph_layout import PanelBox, Wire, WireLanes, lay_out
 from partitioner.draw.svg import PALETTE, Header, create_picture, draw_header, text_width
 from partitioner.draw.timeline import Bar, draw_timeline, idle_shares, join_call_bars, merge_narrow_bars, tick_step
-from partitioner.draw.timeline_folds import Fold, TimeScale, find_folds
+from partitioner.draw.timeline_folds import Fold, Gap, TimeScale, find_folds, leave_out_middle
+from partitioner.plan import Plan
 from partitioner.plans.outline import chunk_starts, fold_runs, outline_program, path_range
+from partitioner.report.pictures import embed_picture
 from partitioner.runtime.program.instructions import Instruction
+from partitioner.topology import loads
 from tests.helpers.sample_programs import llama, plan_of
 from tests.helpers.svg_texts import SVG, parsed, texts, tooltips
 
@@ -213,6 +218,12 @@ def test_pieces_of_a_microbatch_are_one_box():
     assert [(b.start, b.end, b.instruction.calls) for b in joined] == [(0, 2, (0, 4)), (2, 3, (3, 4))]
 
 
+def test_virtual_stages_have_boxes_of_their_own():
+    pieces = [bar(0, 1, calls=(0, 2)), bar(1, 2, calls=(2, 4)), bar(2, 3, calls=(4, 6))]
+    joined = join_call_bars(pieces, chunks=(0, 4))
+    assert [(b.start, b.end, b.instruction.calls) for b in joined] == [(0, 2, (0, 4)), (2, 3, (4, 6))]
+
+
 def test_hairlines_are_drawn_together():
     assert [b.merged for b in merge_narrow_bars([bar(i, i + 1, microbatch=i) for i in range(5)], narrow=2.0)] == [5]
     assert [b.merged for b in merge_narrow_bars([bar(i, i + 1, microbatch=i) for i in range(5)], narrow=0.5)] == [1] * 5
@@ -262,6 +273,59 @@ def test_what_differs_is_not_folded():
     bars = steady_bars(128)
     uneven = [Bar(0, b.start, b.end - 0.5 * (n % 7 == 0), b.instruction) for n, b in enumerate(bars)]
     assert all(fold.times < 8 for fold in find_folds(uneven, 1))
+
+
+def make_uneven_bars(num_stages: int, count: int) -> list[Bar]:
+    """``count`` microbatches on each of ``num_stages`` stages, whose times all differ, so that no period repeats."""
+    draw_time = random.Random(0).uniform
+    bars = []
+    for stage in range(num_stages):
+        time = float(stage)
+        for m in range(count):
+            for op in ("F", "B"):
+                end = time + draw_time(1.0, 2.0)
+                i = Instruction(op=op, stage=stage, microbatch=m, calls=(0, 4))  # type: ignore[arg-type]
+                bars.append(Bar(stage, time, end, i))
+                time = end
+    return bars
+
+
+@pytest.mark.parametrize(("num_stages", "count"), [(2, 4000), (32, 1000)])
+def test_the_middle_of_a_long_irregular_step_is_left_out(num_stages: int, count: int):
+    program, bars = llama(pp=num_stages, dp=1, tp=1, layers=num_stages), make_uneven_bars(num_stages, count)
+    svg = draw_timeline("long", program, bars)
+    assert len(svg) < 1_000_000
+    assert sum(t.endswith(" s left out") for t in texts(svg)) == 1
+    assert "too long to be drawn in full" in " ".join(texts(svg))
+    tips = " ".join(tooltips(svg))
+    for microbatch in (0, count - 1):
+        assert f"forward of microbatch {microbatch}\n" in tips
+    assert f"forward of microbatch {count // 2}\n" not in tips
+    at_left, at_right = min(ticks(svg)), max(ticks(svg))
+    assert at_left == 0.0 and at_right == pytest.approx(max(b.end for b in bars), rel=0.01)
+    page = embed_picture("timeline", lambda: svg)
+    assert page.drawing is not None and "of the timeline" in page.left_out
+    assert page.notes.count("are left out") == 1 and "of the timeline" not in page.notes
+    short = draw_timeline("short", program, make_uneven_bars(num_stages, 20))
+    assert not any(t.endswith("left out") for t in texts(short))
+
+
+def test_labels_of_ticks_differ_however_late_they_are():
+    late = [Bar(0, b.start + 1000, b.end + 1000, b.instruction) for b in make_uneven_bars(1, 4000)]
+    shown = ticks(draw_timeline("late", llama(pp=1, layers=4), late))
+    assert len(set(shown)) == len(shown)
+
+
+def test_a_gap_takes_in_the_repeated_parts_it_overlaps():
+    """Of 400 computations of a second each, the gap leaves 3/8 of 80 at either end: 30 s. The part from 25 s on, of
+    which the second period begins at 35 s, is within; the one whose periods begin at 375 s is not.
+    """
+    bars = [bar(i, i + 1, microbatch=i) for i in range(400)]
+    within, beyond = Fold(25.0, 10.0, 4), Fold(375.0, 5.0, 4)
+    first, last = leave_out_middle(bars, (within, beyond), 80, 80)
+    assert (first, last) == (Gap(30.0, 355.0, 325), beyond)
+    assert leave_out_middle(bars, (within, beyond), 400, 400) == (within, beyond)
+    assert leave_out_middle(bars[:50], (), 80, 80) == ()
 
 
 def test_sends_too_many_to_draw_are_said_to_be_left_out():
@@ -315,6 +379,91 @@ def test_the_turning_stage_of_a_v_schedule_has_two_virtual_stages():
     pins = Constraints(pp=2, schedule="zb-v", microbatch_size=2)
     plan = partition(model, Topology.local(2), (torch.zeros(8, 8),), constraints=pins, loss=lambda y: y.square().mean())
     assert [len(chunk_starts(stage)) for stage in plan.program.stages] == [2, 2]
+
+
+def plan_stages(**pins: Any) -> Plan:
+    """A plan for eight equal layers and a loss on four ranks."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(8)))
+    return partition(
+        model,
+        Topology.local(4),
+        (torch.zeros(16, 8),),
+        constraints=Constraints(pp=4, microbatch_size=2, **pins),
+        loss=lambda y: y.square().mean(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("pins", "labels", "of_stages"),
+    [
+        (
+            {"schedule": "zb-v"},
+            ["0 → 1", "1 → 2", "2 → 3", "4 → 5", "5 → 6", "6 → 7"],
+            ["virtual stages 0, 7", "virtual stages 1, 6", "virtual stages 2, 5", "virtual stages 3–4"],
+        ),
+        (
+            {"schedule": "interleaved", "virtual_stages": 2},
+            ["0 → 1, 4 → 5", "1 → 2, 5 → 6", "2 → 3, 6 → 7", "3 → 4"],
+            ["virtual stages 0, 4", "virtual stages 1, 5", "virtual stages 2, 6", "virtual stages 3, 7"],
+        ),
+    ],
+)
+def test_connectors_name_the_virtual_stages_they_connect(pins: dict[str, Any], labels: list[str], of_stages: list[str]):
+    shown = texts(draw(plan_stages(**pins), "graph"))
+    named = [t for t in shown if t.startswith("virtual stage ") and "→" in t]
+    assert sorted(t.removeprefix("virtual stage ").partition(":")[0] for t in named) == labels
+    assert [t for t in shown if t in of_stages] == of_stages
+    assert {f"virtual stage {n}" for n in range(8)} <= set(shown)  # on the cards of layers
+    assert not any("virtual stage" in t for t in texts(draw(plan_stages(schedule="1f1b"), "graph")))
+
+
+def test_virtual_stages_are_found_where_the_first_microbatch_runs_call_by_call():
+    """Parameters are gathered before the first forward of each layer, but not before later microbatches."""
+    stage = llama(pp=2, layers=8).stages[0]
+
+    def forward(microbatch: int, *cuts: int) -> list[Instruction]:
+        return [Instruction(op="F", stage=0, microbatch=microbatch, calls=span) for span in pairwise(cuts)]
+
+    turning = (*forward(0, 0, 1, 2, 3, 4), *forward(1, 0, 2, 4))
+    assert chunk_starts(stage.model_copy(update={"instructions": turning})) == [0, 2]
+    with_head = (*forward(0, 0, 1, 2, 4), *forward(1, 0, 4))
+    assert chunk_starts(stage.model_copy(update={"instructions": with_head})) == [0]
+
+
+def test_equal_stages_on_other_devices_are_not_drawn_together():
+    plan = plan_of(llama(pp=16, dp=1, tp=8, layers=128))
+    kinds = "[{type: h100-sxm, devices: 8, count: 8}, {type: a100-80gb, devices: 8, count: 8}]"
+    topology = loads(f"nodes: {kinds}\nlevels: [{{like: nvlink4, nodes: 1}}, {{like: ib-ndr}}]")
+    shown = texts(draw(plan.model_copy(update={"topology": topology}), "graph"))
+    assert {"7 equal stages, drawn once", "on h100-sxm", "on a100-80gb"} <= set(shown)
+    assert [t for t in shown if t.startswith("Stages")] == ["Stages 1–7ranks 8–63", "Stages 8–14ranks 64–119"]
+
+
+def test_names_of_divided_and_common_blocks_are_those_of_their_modules():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared, self.position = nn.Embedding(16, 8), nn.Linear(1, 8)
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+            self.register_buffer("scale", torch.ones(1))
+            self.head = nn.Linear(8, 16)
+
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+            angle = torch.arange(ids.shape[1], dtype=torch.float32)[:, None].cos() * self.scale
+            x = self.shared(ids)
+            for layer in self.layers:
+                x = x + layer(x) * angle
+            return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+    ids = torch.zeros(8, 4, dtype=torch.int64)
+    plan = partition(Model(), Topology.local(2), (ids, ids), constraints=Constraints(pp=2, microbatch_size=2))
+    whole = outline_program(plan.program)
+    titles = {group.title for stage in whole.stages for group in stage.groups}
+    assert titles == {"shared", "layer inputs", "layers.*", "batch totals for head", "head"}
+    assert {"shared", "layer inputs", "head"} <= {group.paths for stage in whole.stages for group in stage.groups}
+    told = plan.summary() + plan.explain()
+    assert "batch totals for head" in told and "such as the number of targets" in told
+    assert not re.search(r"shared#|head\.rest|head\.totals|sums of head", told)
 
 
 def test_recomputed_layers_repeat_their_collectives_in_backward():

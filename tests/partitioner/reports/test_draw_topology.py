@@ -7,7 +7,9 @@ from xml.etree import ElementTree as ET
 
 from partitioner.draw import draw
 from partitioner.draw.topology import MOST_CLUSTERS, draw_topology, link_table
+from partitioner.explain.tables import bandwidth_text
 from partitioner.plan import Plan
+from partitioner.plans.mesh_axes import axis_text
 from partitioner.topology import Topology, loads
 from tests.helpers.island_topology import ISLANDS
 from tests.helpers.sample_programs import llama, plan_of
@@ -26,7 +28,7 @@ def boxes(svg: str) -> list[tuple[float, float, float, float, str]]:
     for outer in ET.fromstring(svg).iter(f"{SVG}g"):
         for r in outer.findall(f"{SVG}rect") if outer.get("class") == "hit" else ():
             colour = (r.get("class") or "").split()[0]
-            if colour.startswith(("f-stage", "f-idle")):
+            if colour.startswith(("f-stage", "f-gradient", "f-idle")):
                 left, top, width, height = (float(r.get(k, 0)) for k in ("x", "y", "width", "height"))
                 found.append((left, top, width, height, colour))
     return found
@@ -73,13 +75,57 @@ def test_axes_stand_over_the_links_their_groups_span():
     table = link_table(Topology.preset("dgx-h100", 2), placed(Topology.preset("dgx-h100", 2), 2, 2, 4))
     cells = {(table.rows[row][0], table.axes[axis][0]): cell.label for (row, axis), cell in table.cells.items()}
     assert cells == {
-        ("nvlink4", "dp 2"): "2 ranks, 450 GB/s",
-        ("nvlink4", "tp 4"): "4 ranks, 450 GB/s",
-        ("ib-ndr", "pp 2"): "1 hand-over, 50 GB/s",
+        ("nvlink4", "dp 2"): "2 ranks, 450 GB/s per device",
+        ("nvlink4", "tp 4"): "4 ranks, 450 GB/s per device",
+        ("ib-ndr", "pp 2"): "1 hand-over, 50 GB/s per device",
     }
     over_both = link_table(Topology.preset("dgx-h100", 2), placed(Topology.preset("dgx-h100", 2), 1, 8, 2))
     labels = {cell.label for cell in over_both.cells.values()}
-    assert {"4 ranks, 450 GB/s", "2 parts of 4, 200 GB/s"} <= labels
+    assert {"4 ranks, 450 GB/s per device", "2 parts of 4 ranks, 50 GB/s per device"} <= labels
+
+
+def test_the_table_of_links_and_the_summary_give_bandwidths_of_a_device():
+    """A device has 450 GB/s inside its node and one card of 50 GB/s; eight of them share a node."""
+    plan = placed(Topology.preset("dgx-h100", 2), 1, 16, 1)
+    table = link_table(plan.topology, plan)
+    assert [row[2] for row in table.rows] == ["450 GB/s per device", "50 GB/s per device"]
+    assert {cell.label.rpartition(", ")[2] for cell in table.cells.values()} == {row[2] for row in table.rows}
+    assert bandwidth_text(plan) == "nvlink4 450 GB/s, ib-ndr 50 GB/s per device and direction"
+    assert "Bandwidths are per device and direction" in " ".join(texts(draw(plan, "topology")))
+
+
+def test_many_stages_have_colours_and_numbers_of_their_own():
+    for num_stages in (9, 16, 32):
+        svg = draw(placed(Topology.preset("dgx-h100", num_stages), num_stages, 1, 8), "topology")
+        colours = [box[4] for box in boxes(svg)]
+        assert len(set(colours)) == num_stages
+        assert sum(t == f"stage {num_stages - 1}" for t in texts(svg)) == 8 + 1  # on its devices, and in the legend
+        by_stage = dict(
+            zip([t for t in texts(svg) if re.fullmatch(r"stage \d+", t)][-len(colours) :], colours, strict=True)
+        )
+        assert read_legend(svg).items() <= by_stage.items() and len(read_legend(svg)) > 8
+    crowded = draw(placed(Topology.local(256), 64, 2, 2), "topology")  # drawn as ranges of devices
+    assert len(boxes(crowded)) == 64
+    assert {f"stage {s}" for s in range(64)} <= set(texts(crowded))
+    few = texts(draw(placed(Topology.preset("dgx-h100", 8), 8, 1, 8), "topology"))
+    assert few.count("stage 7") == 1
+
+
+def read_legend(svg: str) -> dict[str, str]:
+    """The classes of the colours in the legend, by meaning."""
+    head = next(g for g in ET.fromstring(svg).iter(f"{SVG}g") if g.get("class") == "head")
+    swatches = [(r.get("class") or "").split()[0] for r in head.iter(f"{SVG}rect")]
+    return dict(zip([t.text or "" for t in list(head.iter(f"{SVG}text"))[-len(swatches) :]], swatches, strict=True))
+
+
+def test_each_kind_of_groups_of_an_axis_is_named():
+    """On nodes of four and twelve devices, the first two groups of eight ranks differ from each other: one has devices
+    of both nodes, the other is inside the second."""
+    nodes = "nodes: [{type: h100-sxm, devices: 4}, {type: h100-sxm, devices: 12}]"
+    topology = loads(f"{nodes}\nlevels: [{{like: nvlink4, nodes: 1}}, {{like: ib-ndr}}]")
+    text = axis_text(placed(topology, 1, 2, 8))
+    assert "tp over nvlink4 and ib-ndr (2 nodes) in 1 group and inside a node (nvlink4) in 1 group" in text
+    assert axis_text(placed(Topology.preset("dgx-h100", 2), 1, 2, 8)).startswith("tp inside a node (nvlink4), dp")
 
 
 def test_what_differs_is_said():
@@ -88,7 +134,7 @@ def test_what_differs_is_said():
     assert {"h100-sxm", "v100-32gb", "network at 50%", "4 devices at 0.9 × speed", "1 device at 0.5 × speed"} <= set(
         shown
     )
-    assert "1.25 to 5 GB/s" in shown  # of 20 GB/s by 4: a card for four devices, to one for each
+    assert "1.25 to 5 GB/s per device" in shown  # of 20 GB/s by 4: a card for four devices, to one for each
     assert any(t == "node2/0 – node2/3: 50 GB/s" for t in tooltips(svg))
     chords = [line for line in ET.fromstring(svg).iter(f"{SVG}line") if "s-memory" in (line.get("class") or "")]
     assert len(chords) == 16
@@ -131,5 +177,5 @@ def test_devices_do_not_overlap_and_stay_inside():
 
 def test_a_single_device_has_no_table_of_links():
     """The head of the table is left out with its rows."""
-    assert "a device gets" in draw_topology(Topology.local(2))
-    assert "a device gets" not in draw_topology(Topology.local(1))
+    assert ">latency<" in draw_topology(Topology.local(2))
+    assert ">latency<" not in draw_topology(Topology.local(1))

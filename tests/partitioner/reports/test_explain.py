@@ -31,6 +31,7 @@ from partitioner.plan import Baseline, Candidate, Certificate, Plan, StageEstima
 from partitioner.plans import outline as outline_shared
 from partitioner.plans.figures import list_usable_bytes
 from partitioner.plans.outline import outline_program
+from partitioner.report.page import build_report
 from partitioner.runtime.program.program import Program
 from partitioner.simulate.program_time import plan_timeline, stage_seconds
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
@@ -75,7 +76,7 @@ def test_the_summary_has_the_figures(plan: Plan):
         in words
     )
     assert "The proof covers the pipeline schedules 1F1B and ZB-1P. Wider tp was not tried." in words
-    assert line_of(text, "bandwidth").endswith("nvlink4 450 GB/s, ib-ndr 50 GB/s per device")
+    assert line_of(text, "bandwidth").endswith("nvlink4 450 GB/s, ib-ndr 50 GB/s per device and direction")
     assert line_of(text, "of which").endswith("computation 71%, exposed communication 18%, pipeline bubble 11%")
     assert line_of(text, "aten.sort.stable").endswith("0.4%")
     assert "- dropout is off" in text
@@ -212,12 +213,12 @@ def test_what_is_set_to_be_left_free_is_not_called_fixed(plan: Plan):
 
 
 def test_the_explanation_says_why_the_baselines_lost(plan: Plan):
-    text = format_explanation(plan)
+    text = " ".join(format_explanation(plan).split())
     short = "does not fit in memory without offload to host memory (stage 0 lacks 43 GiB)"
-    assert f"Plain data parallelism (dp 16): {short}" in " ".join(text.split())
-    fixed = plan.model_copy(update={"constraints": Constraints(offload=())})
-    assert "Plain data parallelism (dp 16): does not fit in memory (stage 0 lacks 43 GiB)" in format_explanation(fixed)
-    assert "Megatron's layout (dp 2 × tp 8): takes 1.5 s, 22% more; excluded by the constraints" in text
+    assert f"Plain data parallelism (dp 16, microbatch of 1 sample): {short}" in text
+    fixed = " ".join(format_explanation(plan.model_copy(update={"constraints": Constraints(offload=())})).split())
+    assert "(dp 16, microbatch of 1 sample): does not fit in memory (stage 0 lacks 43 GiB)" in fixed
+    assert "(dp 2 × tp 8, microbatch of 1 sample): takes 1.5 s, 22% more; excluded by the constraints" in text
 
 
 def test_a_plan_that_does_not_fit_says_by_how_much(plan: Plan):
@@ -500,8 +501,8 @@ def test_the_parts_of_the_step_in_which_a_baseline_differs_are_named(plan: Plan)
     certificate = plan.certificate.model_copy(update={"baselines": (baseline, own)})
     text = " ".join(format_explanation(plan.model_copy(update={"certificate": certificate})).split())
     differences = "recomputation +250 ms, communication inside layers +160 ms, pipeline bubble −138 ms, the rest −6 ms"
-    assert f"Megatron's layout (dp 2 × tp 8): takes 1.5 s, 22% more ({differences})" in text
-    assert "ZeRO-3 (pp 4 × dp 2 × tp 2): this is the plan mesh" in text
+    assert f"Megatron's layout (dp 2 × tp 8, microbatch of 1 sample): takes 1.5 s, 22% more ({differences})" in text
+    assert "ZeRO-3 (pp 4 × dp 2 × tp 2, microbatch of 1 sample): this is the plan mesh" in text
 
 
 def test_standard_layouts_outside_of_the_table_are_named(plan: Plan):
@@ -740,6 +741,24 @@ def test_equal_blocks_of_several_virtual_stages_are_counted_together():
         in why
     )
     assert len(re.findall(r"stage \d: 4 × \* \(modules [\d–]+, [\d–]+\)", why)) == 2, why
+
+
+def test_tables_of_stages_say_that_seconds_are_of_a_step(plan: Plan):
+    shown = format_summary(plan).splitlines()
+    line = next(number for number, text in enumerate(shown) if "peak (of usable)" in text)
+    head = [text.split() for text in shown[line - 1 : line + 2]]
+    assert sum(words.count("forward") for words in head) == sum(words.count("backward") for words in head) == 1
+    assert " ".join(word for words in head for word in words).count("per step") == 2
+    page = build_report(plan)
+    assert re.search(r"forward\s+per step", page) and re.search(r"backward\s+per step", page)
+
+
+def test_what_constraints_exclude_is_named_with_its_microbatch_size(plan: Plan):
+    faster = plan.certificate.candidates[1].model_copy(update={"step_time": 0.5, "microbatch_size": 4})
+    baseline = Baseline(name="Megatron's layout", candidate=faster, excluded="excluded by the constraints")
+    certificate = plan.certificate.model_copy(update={"baselines": (baseline,)})
+    told = " ".join(format_summary(plan.model_copy(update={"certificate": certificate})).split())
+    assert "Megatron's layout (dp 2 × tp 8, microbatch of 4 samples), which they exclude" in told
 
 
 def test_stages_of_a_long_pipeline_share_lines():

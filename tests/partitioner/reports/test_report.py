@@ -15,9 +15,16 @@ from partitioner import Plan, Topology
 from partitioner.plan import Candidate, OperatorShare
 from partitioner.report import page, pictures
 from partitioner.report.html import build_element, clean_text, format_html
-from partitioner.report.operator_costs import list_operator_costs
+from partitioner.report.operator_costs import build_operator_table, list_operator_costs
 from partitioner.report.page import MOST_BYTES, build_report, build_topology_report, read_asset
-from partitioner.report.tables import MOST_ANSWERS, MOST_CANDIDATES, count_left_candidates, list_questions
+from partitioner.report.tables import (
+    CANDIDATE_TABLES,
+    MOST_ANSWERS,
+    MOST_CANDIDATES,
+    count_left_candidates,
+    list_questions,
+)
+from partitioner.topology import loads
 from tests.helpers.parsed_html import Node, parse_html
 from tests.helpers.sample_programs import llama, plan_of
 
@@ -152,6 +159,26 @@ def test_operators_are_sorted_and_complete(plan: Plan):
     assert costs[0].calls == calls
 
 
+def test_operators_are_priced_on_each_device_type(plan: Plan):
+    """Stages 0 and 1 are on H100s and stages 2 and 3 on A100s, which are slower; each has two of the eight layers."""
+    kinds = "[{type: h100-sxm, devices: 8}, {type: a100-80gb, devices: 8}]"
+    topology = loads(f"nodes: {kinds}\nlevels: [{{like: nvlink4, nodes: 1}}, {{like: ib-ndr}}]")
+    mixed = plan.model_copy(update={"topology": topology})
+    costs = list_operator_costs(mixed)
+    layers = [cost for cost in costs if cost.block == "DecoderLayer"]
+    for operator in {cost.operator for cost in layers}:
+        found = {cost.device: cost for cost in layers if cost.operator == operator}
+        assert {(device, cost.stages, cost.calls) for device, cost in found.items()} == {
+            ("h100-sxm", "0–1", 4),
+            ("a100-80gb", "2–3", 4),
+        }
+        assert sum(found["a100-80gb"].seconds) > sum(found["h100-sxm"].seconds)
+    table = format_html(build_operator_table(costs))
+    assert ">device<" in table and "for each device type" in table
+    alone = format_html(build_operator_table(list_operator_costs(plan)))
+    assert ">device<" not in alone and "(h100-sxm)" in alone
+
+
 def test_hostile_texts_are_escaped(plan: Plan):
     rows = with_candidates(plan, 3, reason=HOSTILE)
     topology = plan.topology.model_copy(update={"name": HOSTILE})
@@ -184,8 +211,9 @@ def test_the_size_is_bounded(pp: int, dp: int, tp: int, layers: int):
     text = build_report(plan)
     assert len(text.encode()) < MOST_BYTES
     assert count_left_candidates(plan) > 5000
+    assert len(find_nodes(parse_html(text), "svg", role="img")) == 4
     left = next(n.text for n in parse_html(text) if n.attributes.get("id") == "left-out")
-    assert f"{count_left_candidates(plan):,} without a row; the table has the best {MOST_CANDIDATES}." in left
+    assert f"{count_left_candidates(plan):,} without a row; the tables have the best {MOST_CANDIDATES}." in left
 
 
 def test_limits_add_up_to_less_than_the_bound():
@@ -202,9 +230,44 @@ def test_large_pictures_are_left_out(plan: Plan, monkeypatch: pytest.MonkeyPatch
     nodes = parse_html(build_report(plan))
     left = next(n.text for n in nodes if n.attributes.get("id") == "left-out")
     assert said in left
-    drawn = [svg for svg in find_nodes(nodes, "svg", role="img") if svg.attributes["aria-label"] == "memory"]
+    shown = find_nodes(nodes, "svg", role="img")
+    drawn = [svg for svg in shown if (svg.attributes["aria-label"] or "").startswith("Memory")]
     assert len(drawn) == (most > 10_000)
     assert not [n for n in nodes if n.tag == "title" and drawn and drawn[0] in n.parents]
+
+
+def test_every_picture_has_a_title_of_its_own(plan: Plan, nodes: list[Node]):
+    titles = [svg.attributes["aria-label"] or "" for svg in find_nodes(nodes, "svg", role="img")]
+    assert len(set(titles)) == 4
+    beginnings = ("Pipeline stages", "Timeline", "Memory", "Devices and links")
+    for title, view, beginning in zip(titles, ("graph", "timeline", "memory", "topology"), beginnings, strict=True):
+        assert title.startswith(beginning) and "LlamaForCausalLM: training step on 16 ranks" in title
+        svg = plan.to_svg(view=view)
+        assert f"<title>{title}</title>" in svg and f">{title}</text>" in svg
+    captions = [n.text for n in find_nodes(nodes, "figcaption")]
+    assert all(caption.startswith(title) for caption, title in zip(captions, titles, strict=True))
+
+
+def test_many_candidates_are_folded(plan: Plan):
+    def count_rows(nodes: list[Node], name: str) -> int:
+        within = (n for n in nodes if n.tag == "tr" and any(p.attributes.get("id") == name for p in n.parents))
+        return sum(any(p.tag == "tbody" for p in row.parents) for row in within)
+
+    known = len(plan.certificate.candidates)
+    few, many = (parse_html(build_report(with_candidates(plan, more))) for more in (10, 200))
+    best, others = CANDIDATE_TABLES
+    assert (count_rows(few, best), count_rows(few, others)) == (known + 10, 0)
+    assert (count_rows(many, best), count_rows(many, others)) == (12, known + 188)
+    folded = next(n for n in many if n.attributes.get("id") == others)
+    assert any(p.tag == "details" and "open" not in p.attributes for p in folded.parents)
+    assert find_nodes(many, "input", **{"data-tables": f"{best} {others}"})
+
+
+def test_the_chosen_row_is_marked_in_both_tables(nodes: list[Node]):
+    marked = [n for n in nodes if n.tag == "tr" and n.attributes.get("class") == "chosen"]
+    sections = [next(p.attributes["id"] for p in row.parents if p.tag == "section") for row in marked]
+    assert sections == ["candidates", "explanation"]
+    assert all("chosen" in row.text for row in marked)
 
 
 def test_large_sections_are_left_out(plan: Plan, monkeypatch: pytest.MonkeyPatch):

@@ -168,6 +168,36 @@ def test_tables_sort_and_filter(shown: Page):
     assert shown.evaluate(rows) == 1
 
 
+def test_rows_that_a_filter_finds_are_unfolded(browser: Page, tmp_path: Path):
+    plan = plan_of(llama(pp=4, dp=2, tp=2, layers=16))
+    slow = plan.certificate.candidates[2]
+    more = tuple(slow.model_copy(update={"mesh": {**slow.mesh, "dp": n}}) for n in range(100, 140))
+    certificate = plan.certificate.model_copy(update={"candidates": (*plan.certificate.candidates, *more)})
+    browser.show(plan.model_copy(update={"certificate": certificate}).to_html(tmp_path / "many.html"))
+    folded = "document.getElementById('more-candidates-table').closest('details').open"
+    assert browser.evaluate(folded) is False
+    browser.evaluate("document.querySelector('.filter').focus()")
+    browser.send("Input.insertText", text="dp 139")
+    assert browser.evaluate(folded) is True
+    shown = "document.querySelector('#candidates .found').textContent"
+    assert browser.evaluate(shown) == "1 of 44 rows"
+
+
+def test_lines_of_text_are_readable_and_tables_use_the_width(shown: Page, report: Path):
+    """A line of text has about 90 characters; tables and pictures are as wide as the page."""
+    shown.show(report, 1600, 900)
+    letter = "a letter of the page, of which a line has about as many as readers find easy to follow. "
+    shown.evaluate(
+        "const probe = document.createElement('p'); probe.id = 'probe';"
+        f"probe.textContent = {letter!r}.repeat(5); document.querySelector('main').append(probe); true"
+    )
+    style = "getComputedStyle(document.getElementById('probe')).lineHeight"
+    lines = shown.evaluate(f"document.getElementById('probe').clientHeight / parseFloat({style})")
+    assert 75 < 5 * len(letter) / lines < 110
+    for part in ("figure .frame", "#candidate-table"):
+        assert shown.evaluate(f"document.querySelector('{part}').getBoundingClientRect().width") > 1450
+
+
 def test_everything_is_reached_by_tab(shown: Page):
     shown.evaluate("document.querySelector('.skip').focus()")
     reached = set()

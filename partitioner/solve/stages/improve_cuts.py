@@ -258,6 +258,13 @@ class PhaseCosts:
         self.of_stage: list[tuple[Table, ...]] = []
         self.longest = len(problem.calls) - problem.num_stages + 1  # calls of a stage, since others have at least one
         shared: dict[int, tuple[Table, Table]] = {}  # by speed: forward, and backward for weights
+        collectives: dict[bytes, Table] = {}  # by seconds, which most stages have in common
+
+        def sum_collectives(seconds: NDArray[np.float64]) -> Table:
+            if (key := seconds.tobytes()) not in collectives:
+                collectives[key] = tables.segments.sums(seconds.tolist())
+            return collectives[key]
+
         for k in range(problem.num_stages):
             if (speed := tables.pace_number(k)) not in shared:
                 pace = problem.pace(k)
@@ -277,7 +284,7 @@ class PhaseCosts:
                     weights,
                     values,
                     gradients,
-                    *(tables.segments.sums(seconds.tolist()) for seconds in ends),
+                    *map(sum_collectives, ends),
                 )
             )
 

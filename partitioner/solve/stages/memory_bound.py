@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ from ortools.math_opt.python import mathopt
 
 from partitioner.schedules.actions import Timetable
 from partitioner.schedules.formulas import Counts
-from partitioner.schedules.makespan import Phases, longest_path
+from partitioner.schedules.makespan import Phases, longest_path, longest_paths
 from partitioner.solve.stages.improve_cuts import PhaseCosts, count_microbatches, find_least_cuts
 from partitioner.solve.stages.tables import TINY, StageTables
 
@@ -81,19 +81,25 @@ def bound_fitting_cuts(
     """
     microbatches = count_microbatches(timetable) + microbatches_left
     relaxed = _RelaxedCuts(tables, ranks, limit_s / microbatches)
-    how = {"train": tables.problem.train, "overlap_steps": tables.problem.overlap_steps}
+    train, overlaps = tables.problem.train, tables.problem.overlap_steps
     more = np.zeros((tables.problem.num_stages, relaxed.num_phases))
     more[:, :3] = microbatches_left / len(ranks)  # each costs a rank its work; a step takes at least the mean of all
 
     def find_path(of_stages: Sequence[Phases]) -> Table:
-        path: Table = longest_path(timetable, of_stages, **how)[1][:, : relaxed.num_phases] + more
-        return path
+        path: Table = longest_path(timetable, of_stages, train, overlap_steps=overlaps)[1]
+        return path[:, : relaxed.num_phases] + more
 
     mixture = _CutMixture(relaxed.memory, limit_s)
     apart = -(-len(ranks) * sum(map(len, timetable.orders)) // _MOST_SIMULATED_ACTIONS)
     slow = ranks[::apart]
-    for of_stages in _slow_each_rank(phases, slow):
-        mixture.add_path(find_path(of_stages))
+    slowed = list(_slow_each_rank(phases, slow))
+    if overlaps:
+        first_paths = [find_path(of_stages) for of_stages in slowed]
+    else:
+        columns = np.array([[astuple(of_stage) for of_stage in of_stages] for of_stages in slowed])
+        first_paths = [path[:, : relaxed.num_phases] + more for path in longest_paths(timetable, columns, train)]
+    for path in first_paths:
+        mixture.add_path(path)
     best = _Duals(-np.inf, np.full(len(slow), 1 / len(slow)), np.zeros(len(relaxed.memory)))
     even = np.concatenate([np.full(len(rank.moments), 1 / len(rank.moments) / len(ranks)) for rank in ranks])
     first = [best.prices, *(limit_s * price * even for price in _FIRST_PRICES)]
@@ -167,14 +173,61 @@ class _PricedCut(NamedTuple):
     bytes: Table
 
 
+@dataclass(frozen=True)
+class _MemoryOfTimes:
+    """What a byte of a virtual stage takes of the memory of its rank, at each time of the step and for each rank. The
+    times of the first rank come first.
+
+    ``stages``: the virtual stages of each rank. ``parts``: for each rank, the fraction of its memory that a byte takes,
+    shape ``[moments, 3, stages of the rank]``. The second dim is for bytes that do not depend on the number of
+    microbatches in flight, bytes of a microbatch whose backward has not begun, and bytes of one between the two halves
+    of its backward. ``num_stages``: number of virtual stages of all ranks.
+    """
+
+    stages: Sequence[Sequence[int]]
+    parts: Sequence[Table]
+    num_stages: int
+
+    @classmethod
+    def of(cls, ranks: Sequence[RankMemory], num_stages: int, working_bytes: float) -> _MemoryOfTimes:
+        """Return this for ``ranks``. ``num_stages``: number of virtual stages of all of them. ``working_bytes``: bytes
+        of a rank that no stage may use."""
+        parts = []
+        for rank in ranks:
+            counts = np.array(rank.moments, dtype=np.float64).reshape(len(rank.moments), len(rank.stages), 2)
+            whole = np.ones((len(counts), 1, len(rank.stages)))
+            taken = np.concatenate([whole, counts.transpose(0, 2, 1)], axis=1)
+            parts.append(taken * (1 / (rank.capacity - working_bytes)))
+        return cls([list(rank.stages) for rank in ranks], parts, num_stages)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def price_bytes(self, prices: Table) -> Table:
+        """Return the price of a byte of each virtual stage in seconds, shape ``[3, stages]``. ``prices``: for each rank
+        and time, the price in seconds of all memory of the rank."""
+        per_byte, first = np.zeros((3, self.num_stages)), 0
+        for stages, part in zip(self.stages, self.parts, strict=True):
+            per_byte[:, stages] = np.einsum("t,tbk->bk", prices[first : first + len(part)], part)
+            first += len(part)
+        return per_byte
+
+    def measure(self, sizes: Table) -> Table:
+        """Return the fraction of the memory of its rank that is taken at each time. ``sizes``: bytes of each virtual
+        stage, of the three kinds, shape ``[3, stages]``."""
+        taken = [
+            part.reshape(len(part), -1) @ sizes[:, stages].ravel()
+            for stages, part in zip(self.stages, self.parts, strict=True)
+        ]
+        return np.concatenate(taken)
+
+
 class _CutMixture:
     """A linear program over mixtures of cuts into stages. A mixture is a weight for each cut; the weights sum up to 1.
     The program minimises the seconds of a step such that no path through the schedule takes longer and each rank's
     memory suffices at each time of the step, both as weighted means over the cuts.
 
-    ``memory``: for each rank and each time of the step, the fraction of the rank's capacity that a byte takes, shape
-    ``[moments, 3, stages]``. The second dim is for bytes that do not depend on the number of microbatches in flight,
-    bytes of a microbatch whose backward has not begun, and bytes of one between the two halves of its backward.
+    ``memory``: what a byte of a stage takes of the memory of its rank at each time of the step.
     ``limit_s``: the cost in seconds of exceeding the memory by all memory of a rank, so that there always is a
     solution.
 
@@ -182,7 +235,7 @@ class _CutMixture:
     their dual price would be 0.
     """
 
-    def __init__(self, memory: Table, limit_s: float) -> None:
+    def __init__(self, memory: _MemoryOfTimes, limit_s: float) -> None:
         self._memory = memory
         self._paths: list[Table] = []
         self._cuts: list[_PricedCut] = []
@@ -213,7 +266,7 @@ class _CutMixture:
         self._whole.set_coefficient(share, 1.0)
         for row, path in zip(self._longer, self._paths, strict=True):
             row.set_coefficient(share, -float(np.vdot(path, cut.seconds)))
-        used = np.einsum("tbk,bk->t", self._memory, cut.bytes)
+        used = self._memory.measure(cut.bytes)
         for moment, row in self._fits.items():
             row.set_coefficient(share, float(used[moment]))
         self._used.append(used)
@@ -281,11 +334,9 @@ class _RelaxedCuts:
     """The relaxed problem: cuts into virtual stages whose cost is the seconds on a mean of paths plus the price of
     their memory.
 
-    ``memory``: for each rank and each time of the step, the fraction of the rank's capacity that a byte of a stage
-    takes, shape ``[moments, 3, stages]``. The second dim is for bytes that do not depend on the number of microbatches
-    in flight, bytes of a microbatch whose backward has not begun, and bytes of one between the two halves of its
-    backward. ``num_phases``: number of phases (such as forward) of a stage. ``num_sequences``: number of combinations
-    of a virtual stage, a sequence of block calls (such as layers) and a kind of selective recomputation.
+    ``memory``: what a byte of a stage takes of the memory of its rank at each time of the step. ``num_phases``: number
+    of phases (such as forward) of a stage. ``num_sequences``: number of combinations of a virtual stage, a sequence of
+    block calls (such as layers) and a kind of selective recomputation.
 
     ``tables``: seconds and bytes of all possible stages. ``ranks``: the memory of each rank. ``most_s``: the most
     seconds of a microbatch in a stage.
@@ -312,14 +363,7 @@ class _RelaxedCuts:
         ]
         self.num_phases = seconds[0].shape[1]
         self.num_sequences = problem.num_stages * size * width * len(ways)
-        self.memory = np.zeros((sum(len(rank.moments) for rank in ranks), 3, problem.num_stages))
-        rows = iter(self.memory)
-        for rank in ranks:
-            per_byte = 1 / (rank.capacity - problem.overhead.working_bytes)
-            for counts in rank.moments:
-                row = next(rows)
-                row[0, list(rank.stages)] = per_byte
-                row[1:, list(rank.stages)] = np.array(counts, dtype=np.float64).T * per_byte
+        self.memory = _MemoryOfTimes.of(ranks, problem.num_stages, problem.overhead.working_bytes)
 
     def find_best_cut(self, path: Table, prices: Table, goal_s: float) -> tuple[float, _PricedCut | None]:
         """Return a lower bound in seconds on the pipeline, and the cut of the relaxed problem that attains it. Drop all
@@ -329,7 +373,7 @@ class _RelaxedCuts:
         ``path``: how often each phase counts, shape ``[stages, phases]``. ``prices``: seconds for all memory of a rank,
         one for each moment.
         """
-        per_byte = np.einsum("t,tbk->bk", prices, self.memory)
+        per_byte = self.memory.price_bytes(prices)
         costs = np.stack([way.price_sequences(path, per_byte, self._start, self._stop) for way in self._ways])
         least, ways = costs.min(axis=0), costs.argmin(axis=0)
         seconds, cuts = find_least_cuts(least)
@@ -338,11 +382,11 @@ class _RelaxedCuts:
         others = _complete_cuts(least, self._start)
         for way, of_way in zip(self._ways, costs, strict=True):
             way.allowed &= of_way + others < goal_s + prices.sum()
-        runs = [(k, start, stop) for k, (start, stop) in enumerate(pairwise(cuts))]
-        chosen = [
-            self._ways[ways[k, stop, stop - start - 1]].read_stage(k, start, stop, path, per_byte)
-            for k, start, stop in runs
-        ]
+        again = [way.price_recomputation(path, per_byte) < 0 for way in self._ways]
+        chosen = []
+        for k, (start, stop) in enumerate(pairwise(cuts)):
+            number = ways[k, stop, stop - start - 1]
+            chosen.append(self._ways[number].read_stage(k, start, stop, again[number][k, start:stop]))
         both = _PricedCut(np.stack([each[0] for each in chosen]), np.stack([each[1] for each in chosen], axis=1))
         return seconds - float(prices.sum()), both
 
@@ -431,28 +475,24 @@ class _Recomputation:
         microbatches in flight, of a microbatch whose backward has not begun, and of one between the two halves of its
         backward. ``start``, ``stop``: the first call and the call after the last of each sequence.
         """
-        saved = np.minimum(0.0, self._price_recomputation(path, per_byte))
+        saved = np.minimum(0.0, self.price_recomputation(path, per_byte))
         sums = np.concatenate([np.zeros((len(saved), 1)), np.cumsum(saved, axis=1)], axis=1)
         priced = np.einsum("kc,kcjw->kjw", path, self.seconds) + np.einsum("bk,bjw->kjw", per_byte, self.bytes)
         return np.where(self.allowed, priced + sums[:, stop] - sums[:, start], np.inf)
 
-    def read_stage(self, stage: int, start: int, stop: int, path: Table, per_byte: Table) -> tuple[Table, Table]:
+    def read_stage(self, stage: int, start: int, stop: int, again: NDArray[np.bool_]) -> tuple[Table, Table]:
         """Return the seconds of each phase (such as forward), shape ``[phases]``, and the bytes, shape ``[3]``, of one
-        stage with the calls ``start:stop``. A call is recomputed in full where that is cheaper. The three numbers of
-        bytes are: bytes that do not depend on the number of microbatches in flight, bytes of a microbatch whose
-        backward has not begun, and bytes of one between the two halves of its backward.
-
-        ``path``: how often each phase of a stage counts, shape ``[stages, phases]``. ``per_byte``: the price in seconds
-        of a byte of each of the three kinds, shape ``[3, stages]``.
+        stage with the calls ``start:stop``. The three numbers of bytes are: bytes that do not depend on the number of
+        microbatches in flight, bytes of a microbatch whose backward has not begun, and bytes of one between the two
+        halves of its backward. ``again``: whether each of the calls is recomputed in full.
         """
-        again = self._price_recomputation(path, per_byte)[stage, start:stop] < 0
         seconds = self.seconds[stage, :, stop, stop - start - 1].copy()
         seconds[_INPUTS] += self.again_s[stage, start:stop][again].sum()
         taken = self.bytes[:, stop, stop - start - 1].copy()
         taken[1] -= self.freed[start:stop][again].sum()
         return seconds, taken
 
-    def _price_recomputation(self, path: Table, per_byte: Table) -> Table:
+    def price_recomputation(self, path: Table, per_byte: Table) -> Table:
         """Return the seconds that full recomputation of each call adds, less the price of the bytes that it frees,
         shape ``[stages, calls]``. It is negative where recomputation is cheaper.
 

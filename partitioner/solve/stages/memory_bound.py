@@ -29,7 +29,7 @@ from ortools.math_opt.python import mathopt
 from partitioner.schedules.actions import Timetable
 from partitioner.schedules.formulas import Counts
 from partitioner.schedules.makespan import Phases, longest_path, longest_paths
-from partitioner.solve.stages.improve_cuts import PhaseCosts, count_microbatches, find_least_cuts
+from partitioner.solve.stages.improve_cuts import PhaseCosts, count_microbatches, find_least_partial_cuts
 from partitioner.solve.stages.tables import TINY, StageTables
 
 Table = NDArray[np.float64]
@@ -121,20 +121,6 @@ def bound_fitting_cuts(
         if number % _EVERY == 0:
             mixture.add_path(find_path([Phases(*of_stage) for of_stage in cut.seconds.tolist()]))
     return best.bound_s
-
-
-def drop_smaller_counts(moments: Sequence[Sequence[Counts]]) -> list[Sequence[Counts]]:
-    """Return ``moments`` without the times that cannot need the most memory: a time is left out if another one has at
-    least as many microbatches of each kind in flight on each virtual stage. ``moments``: for each time of the step and
-    each virtual stage of a rank, a pair of numbers of microbatches (backward not begun, between the two halves of a
-    split backward).
-    """
-    distinct = list(dict.fromkeys(tuple(counts) for counts in moments))
-    flat = np.array(distinct).reshape(len(distinct), -1)
-    smaller = ~np.eye(len(distinct), dtype=np.bool_)  # [a, b]: a nowhere above b
-    for column in flat.T:
-        smaller &= column[:, None] <= column[None, :]
-    return [counts for counts, of_others in zip(distinct, smaller, strict=True) if not of_others.any()]
 
 
 def _slow_each_rank(phases: Sequence[Phases], ranks: Sequence[RankMemory]) -> Iterator[list[Phases]]:
@@ -376,10 +362,10 @@ class _RelaxedCuts:
         per_byte = self.memory.price_bytes(prices)
         costs = np.stack([way.price_sequences(path, per_byte, self._start, self._stop) for way in self._ways])
         least, ways = costs.min(axis=0), costs.argmin(axis=0)
-        seconds, cuts = find_least_cuts(least)
+        seconds, cuts, before = find_least_partial_cuts(least)
         if not np.isfinite(seconds):
             return goal_s, None
-        others = _complete_cuts(least, self._start)
+        others = _complete_cuts(least, self._start, before)
         for way, of_way in zip(self._ways, costs, strict=True):
             way.allowed &= of_way + others < goal_s + prices.sum()
         again = [way.price_recomputation(path, per_byte) < 0 for way in self._ways]
@@ -391,25 +377,24 @@ class _RelaxedCuts:
         return seconds - float(prices.sum()), both
 
 
-def _complete_cuts(costs: Table, start: NDArray[np.int64]) -> Table:
+def _complete_cuts(costs: Table, start: NDArray[np.int64], before: Table) -> Table:
     """Return, for each stage and each sequence of consecutive block calls (such as layers), the least sum of the costs
     of all other stages if the stage consists of this sequence. It is infinite if the calls before and after the
     sequence cannot be cut into the other stages.
 
     ``costs``: cost of each stage for each sequence. The result and ``costs`` have the shape ``[stages, calls + 1,
     width]``: the second index is the end of a sequence (the call after its last), the third its number of calls minus
-    1. ``start``: the first call of each sequence, shape ``[calls + 1, width]``.
+    1. ``start``: the first call of each sequence, shape ``[calls + 1, width]``. ``before``: the least sum of the costs
+    of the first stages, as :func:`find_least_partial_cuts` returns it.
     """
     _, size, width = costs.shape
-    before, behind = np.full((len(costs) + 1, size), np.inf), np.full((len(costs) + 1, size), np.inf)
-    before[0, 0] = behind[-1, -1] = 0.0
-    for k, of_stage in enumerate(costs):
-        before[k + 1] = (before[k][start] + of_stage).min(axis=1)
+    behind = np.full((len(costs) + 1, size), np.inf)
+    behind[-1, -1] = 0.0
     later = np.minimum(np.arange(size)[:, None] + np.arange(1, width + 1)[None, :], size - 1)  # [first call, length]
     inside = np.arange(size)[:, None] + np.arange(1, width + 1)[None, :] < size
+    by_start = np.where(inside, costs[:, later, np.arange(width)[None, :]], np.inf)
     for k in range(len(costs) - 1, -1, -1):
-        of_stage = np.where(inside, costs[k][later, np.arange(width)[None, :]], np.inf)
-        behind[k] = (of_stage + behind[k + 1][later]).min(axis=1)
+        behind[k] = (by_start[k] + behind[k + 1][later]).min(axis=1)
     others: Table = before[:-1][:, start] + behind[1:][:, :, None]
     return others
 
@@ -504,4 +489,4 @@ class _Recomputation:
         return added
 
 
-__all__ = ["RankMemory", "bound_fitting_cuts", "drop_smaller_counts"]
+__all__ = ["RankMemory", "bound_fitting_cuts"]

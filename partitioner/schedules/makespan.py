@@ -105,12 +105,7 @@ def follow_all(
     """
     ends = not overlap_steps and bool(phases[:, :, _ENDS].any())
     fronts = _find_fronts(SameObject(table), train, ends)
-    kinds = [phases[:, :, list(parts)].sum(axis=2) * (train or k == "F") for k, parts in PARTS.items()]
-    last = phases[:, :, _ENDS] if ends else np.zeros((*phases.shape[:2], 2))
-    of_kinds = np.concatenate([np.stack(kinds, axis=2), last], axis=2).reshape(len(phases), -1)
-    of_kinds = np.pad(of_kinds, ((0, 0), (0, 1))).T.copy()  # in the order of :func:`seconds_of`
-    sent = phases[:, :, _SENT].reshape(len(phases), -1).T
-    sent = np.concatenate([sent, np.zeros((1, len(phases)))]) if sent.any() else sent[:0]
+    of_kinds, sent = _stack_durations(phases, train, ends)
     most = max(1, _AT_ONCE // len(fronts.before))
     taken = np.empty(len(phases))
     for first in range(0, len(phases), most):
@@ -148,7 +143,63 @@ def longest_path(
         done = _compute_action_ends(waits, of_kinds, sent)
         place = max(waits.last, key=done.__getitem__)
         seconds = done[place]
-    often, messages = [0] * len(of_kinds), [0] * len(sent)
+    return seconds, _count_phases_on_path(waits, done, sent, place, len(phases), train)
+
+
+def longest_paths(table: Timetable, phases: NDArray[np.float64], train: bool = True) -> list[NDArray[np.float64]]:
+    """Return, for each of ``n`` sets of durations, how often each phase is on the longest path through the actions of a
+    step, as :func:`longest_path` does. This is faster for many sets, since all are computed at once.
+
+    ``table``: the actions (forwards and backwards of one microbatch) of each rank. ``phases``: seconds, shape ``[n,
+    virtual stages, 7]``. Without ``train`` backwards take no time. The step does not overlap with the next one.
+    """
+    ends = bool(phases[:, :, _ENDS].any())
+    waits, fronts = waits_of(table, train, ends=ends), _find_fronts(SameObject(table), train, ends)
+    of_kinds, sent = _stack_durations(phases, train, ends)
+    messages = sent if len(sent) else np.zeros((1 + 2 * phases.shape[1], len(phases)))
+    most = max(1, _AT_ONCE // len(fronts.before))
+    found = []
+    for first in range(0, len(phases), most):
+        some = slice(first, min(first + most, len(phases)))
+        begun = np.zeros((len(waits.last), some.stop - first))
+        every = _compute_action_end_times(fronts, of_kinds[:, some], sent[:, some], begun)[fronts.place].T
+        for done, of_messages in zip(every, messages[:, some].T.tolist(), strict=True):
+            place = waits.last[int(done[waits.last].argmax())]
+            found.append(_count_phases_on_path(waits, done, of_messages, place, phases.shape[1], train))
+    return found
+
+
+def _stack_durations(
+    phases: NDArray[np.float64], train: bool, ends: bool
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the seconds of actions, with the rows of :func:`seconds_of`, and those of messages, with the rows of
+    :func:`sent_of`, or without rows if messages take no time. There is one column for each set of durations.
+
+    ``phases``: seconds, shape ``[sets, virtual stages, 7]``. Without ``train`` backwards take no time. ``ends``: with
+    the collectives at the ends of the step.
+    """
+    kinds = [phases[:, :, list(parts)].sum(axis=2) * (train or k == "F") for k, parts in PARTS.items()]
+    last = phases[:, :, _ENDS] if ends else np.zeros((*phases.shape[:2], 2))
+    of_kinds = np.concatenate([np.stack(kinds, axis=2), last], axis=2).reshape(len(phases), -1)
+    of_kinds = np.pad(of_kinds, ((0, 0), (0, 1))).T.copy()
+    sent = phases[:, :, _SENT].reshape(len(phases), -1).T
+    return of_kinds, np.concatenate([sent, np.zeros((1, len(phases)))]) if sent.any() else sent[:0]
+
+
+def _count_phases_on_path(
+    waits: Waits,
+    done: Sequence[float] | NDArray[np.float64],
+    sent: Sequence[float],
+    place: int,
+    num_stages: int,
+    train: bool,
+) -> NDArray[np.float64]:
+    """Return how often each phase is on the longest path to the action with the index ``place``, shape ``[virtual
+    stages, 7]``. ``waits``: what each action waits for. ``done``: the end time of each action. ``sent``: the seconds of
+    messages, as :func:`sent_of` gives them. ``num_stages``: number of virtual stages. Without ``train`` backwards take
+    no time.
+    """
+    often, messages = [0] * (num_stages * ENTRIES + 1), [0] * len(sent)
     while place >= len(waits.last):  # until the start of a rank or of its links
         often[waits.what[place]] += 1
         before, needed = waits.before[place], waits.needed[place]
@@ -157,14 +208,14 @@ def longest_path(
         if done[needed] + sent[message] > done[before]:
             place = needed
             messages[message] += 1
-    counts = np.zeros((len(phases), _NUM_PHASES))
+    counts = np.zeros((num_stages, _NUM_PHASES))
     counts[:, _SENT] = np.reshape(messages[:-1], (-1, 2))
     by_stage = np.reshape(often[:-1], (-1, ENTRIES))
     counts[:, _ENDS] = by_stage[:, len(KINDS) :]
     for of_kind, (kind, parts) in zip(by_stage[:, : len(KINDS)].T, PARTS.items(), strict=True):
         for part in parts if train or kind == "F" else ():
             counts[:, part] += of_kind
-    return seconds, counts
+    return counts
 
 
 def _has_ends(phases: Sequence[Phases]) -> bool:
@@ -347,7 +398,8 @@ class _Fronts(NamedTuple):
 
     ``starts``: index of the first entry of each front, followed by the number of all entries. The first front consists
     of the entries that stand for the start of the step. The other fields say what each action waits for. They have the
-    meanings that they have in :class:`Waits`, but their entries and indices follow the new order.
+    meanings that they have in :class:`Waits`, but their entries and indices follow the new order. ``place``: the index
+    in the new order of each entry of :class:`Waits`.
     """
 
     starts: list[int]
@@ -356,6 +408,7 @@ class _Fronts(NamedTuple):
     what: NDArray[np.int64]
     message: NDArray[np.int64]
     last: NDArray[np.int64]
+    place: NDArray[np.int64]
 
 
 @lru_cache(maxsize=32)
@@ -378,7 +431,7 @@ def _find_fronts(same: SameObject[Timetable], train: bool, ends: bool) -> _Front
     before, needed, what, message = (
         np.array(of)[order] for of in (waits.before, waits.needed, waits.what, waits.message)
     )
-    return _Fronts(starts, place[before], place[needed], what, message, place[waits.last])
+    return _Fronts(starts, place[before], place[needed], what, message, place[waits.last], place)
 
 
 def _compute_action_end_times(

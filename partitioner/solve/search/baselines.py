@@ -26,6 +26,7 @@ from partitioner.candidate import MeshCandidate
 from partitioner.constraints import OF_POINT, Constraints
 from partitioner.passes.errors import PartitionError
 from partitioner.plan import Baseline, Candidate
+from partitioner.schedules.formulas import is_plain
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.search.outcomes import build_candidate_report, build_refused_report, solved_to_evaluated
@@ -456,7 +457,8 @@ def _plan_candidate_report(
     interest. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
     """
     try:
-        solved = evaluator.solve(candidate, improved=False, cutoff_s=cutoff_s)
+        plain = is_plain(candidate.schedule, candidate.virtual_stages)
+        solved = evaluator.solve(candidate, proven=plain, improved=False, cutoff_s=cutoff_s)
         return build_candidate_report(candidate, solved_to_evaluated(solved))
     except PartitionError as error:
         return build_refused_report(candidate, error)

@@ -258,6 +258,13 @@ class PhaseCosts:
         self.of_stage: list[tuple[Table, ...]] = []
         self.longest = len(problem.calls) - problem.num_stages + 1  # calls of a stage, since others have at least one
         shared: dict[int, tuple[Table, Table]] = {}  # by speed: forward, and backward for weights
+        collectives: dict[bytes, Table] = {}  # by seconds, which most stages have in common
+
+        def sum_collectives(seconds: NDArray[np.float64]) -> Table:
+            if (key := seconds.tobytes()) not in collectives:
+                collectives[key] = tables.segments.sums(seconds.tolist())
+            return collectives[key]
+
         for k in range(problem.num_stages):
             if (speed := tables.pace_number(k)) not in shared:
                 pace = problem.pace(k)
@@ -277,7 +284,7 @@ class PhaseCosts:
                     weights,
                     values,
                     gradients,
-                    *(tables.segments.sums(seconds.tolist()) for seconds in ends),
+                    *map(sum_collectives, ends),
                 )
             )
 
@@ -379,19 +386,28 @@ def find_least_cuts(costs: Table) -> tuple[float, tuple[int, ...]]:
     may not consist of these calls. The last two indices are the end of the sequence (the call after its last) and its
     number of calls minus 1.
     """
+    seconds, cuts, _ = find_least_partial_cuts(costs)
+    return seconds, cuts
+
+
+def find_least_partial_cuts(costs: Table) -> tuple[float, tuple[int, ...], Table]:
+    """Return what :func:`find_least_cuts` does, and a table ``[stages + 1, calls + 1]``: the least sum of the costs of
+    the first ``k`` stages, for each ``k``, if they consist of the first calls up to each call. ``costs``: as there."""
     _, size, width = costs.shape
-    reached = np.full(width + size, np.inf)  # the first ``width`` entries stand for positions before the first call
-    reached[width] = 0.0
-    before = np.arange(size)[:, None] - np.arange(1, width + 1)[None, :] + width
+    # the first ``width`` entries stand for positions before the first call
+    reached = np.full((len(costs) + 1, width + size), np.inf)
+    reached[0, width] = 0.0
+    every = np.arange(size)
+    before = every[:, None] - np.arange(1, width + 1)[None, :] + width
     came = []
-    for of_stage in costs:
-        total = reached[before] + of_stage
+    for k, of_stage in enumerate(costs):
+        total = reached[k][before] + of_stage
         came.append(total.argmin(axis=1))
-        reached = np.concatenate([np.full(width, np.inf), total.min(axis=1)])
+        reached[k + 1, width:] = total[every, came[-1]]
     cuts = [size - 1]
     for step in reversed(came):
         cuts.append(cuts[-1] - 1 - int(step[cuts[-1]]))
-    return float(reached[-1]), tuple(cuts[::-1])
+    return float(reached[-1, -1]), tuple(cuts[::-1]), reached[:, width:]
 
 
 def count_microbatches(timetable: Timetable) -> int:

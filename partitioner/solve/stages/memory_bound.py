@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -33,8 +33,8 @@ from ortools.math_opt.python import mathopt
 
 from partitioner.schedules.actions import Timetable
 from partitioner.schedules.formulas import Counts
-from partitioner.schedules.makespan import Phases, longest_path
-from partitioner.solve.stages.improve_cuts import PhaseCosts, count_microbatches, find_least_cuts
+from partitioner.schedules.makespan import Phases, longest_path, longest_paths
+from partitioner.solve.stages.improve_cuts import PhaseCosts, count_microbatches, find_least_partial_cuts
 from partitioner.solve.stages.split import StagePlan
 from partitioner.solve.stages.tables import TINY, StageTables
 
@@ -129,20 +129,6 @@ def _find_heavy_calls(tables: StageTables) -> NDArray[np.bool_]:
     return heavy
 
 
-def drop_smaller_counts(moments: Sequence[Sequence[Counts]]) -> list[Sequence[Counts]]:
-    """Return ``moments`` without the times that cannot need the most memory: a time is left out if another one has at
-    least as many microbatches of each kind in flight on each virtual stage. ``moments``: for each time of the step and
-    each virtual stage of a rank, a pair of numbers of microbatches (backward not begun, between the two halves of a
-    split backward).
-    """
-    distinct = list(dict.fromkeys(tuple(counts) for counts in moments))
-    flat = np.array(distinct).reshape(len(distinct), -1)
-    smaller = ~np.eye(len(distinct), dtype=np.bool_)  # [a, b]: a nowhere above b
-    for column in flat.T:
-        smaller &= column[:, None] <= column[None, :]
-    return [counts for counts, of_others in zip(distinct, smaller, strict=True) if not of_others.any()]
-
-
 def _slow_each_rank(phases: Sequence[Phases], ranks: Sequence[RankMemory]) -> Iterator[list[Phases]]:
     """Yield, for each of ``ranks``, seconds of all virtual stages: all stages take equally long (the mean of
     ``phases``), except that those of the rank are slower. The longest path then goes through this rank.
@@ -204,16 +190,21 @@ class _BoundSearch:
         """Return the search for a bound with the arguments of :func:`bound_fitting_cuts`."""
         microbatches = count_microbatches(timetable) + microbatches_left
         relaxed = _RelaxedCuts(tables, ranks, limit_s / microbatches)
-        how = {"train": tables.problem.train, "overlap_steps": tables.problem.overlap_steps}
+        train, overlaps = tables.problem.train, tables.problem.overlap_steps
         more = np.zeros((tables.problem.num_stages, relaxed.num_phases))
         more[:, :3] = microbatches_left / len(ranks)  # each costs a rank its work; a step takes at least their mean
 
         def find_path(of_stages: Sequence[Phases]) -> Table:
-            path: Table = longest_path(timetable, of_stages, **how)[1][:, : relaxed.num_phases] + more
-            return path
+            path: Table = longest_path(timetable, of_stages, train, overlap_steps=overlaps)[1]
+            return path[:, : relaxed.num_phases] + more
 
         apart = -(-len(ranks) * sum(map(len, timetable.orders)) // _MOST_SIMULATED_ACTIONS)
-        first = [find_path(of_stages) for of_stages in _slow_each_rank(phases, ranks[::apart])]
+        slowed = list(_slow_each_rank(phases, ranks[::apart]))
+        if overlaps:
+            first = [find_path(of_stages) for of_stages in slowed]
+        else:
+            columns = np.array([[astuple(of_stage) for of_stage in of_stages] for of_stages in slowed])
+            first = [path[:, : relaxed.num_phases] + more for path in longest_paths(timetable, columns, train)]
         return cls(relaxed, find_path, first, [len(rank.moments) for rank in ranks], limit_s, goal_s)
 
     def run(self, case: Sequence[_AtMost]) -> float:
@@ -259,20 +250,74 @@ class _PricedCut(NamedTuple):
     bytes: Table
 
 
+@dataclass(frozen=True)
+class _MemoryOfTimes:
+    """What a byte of a virtual stage takes of the memory of its rank, at each time of the step and for each rank. The
+    times of the first rank come first.
+
+    ``stages``: the virtual stages of each rank. ``parts``: for each rank, the fraction of its memory that a byte takes,
+    shape ``[moments, 3, stages of the rank]``. The second dim is for bytes that do not depend on the number of
+    microbatches in flight, bytes of a microbatch whose backward has not begun, and bytes of one between the two halves
+    of its backward. ``num_stages``: number of virtual stages of all ranks. ``limits``: constraints on the
+    numbers of heavy calls, which follow the times: what a heavy call of each stage takes of the greatest number, shape
+    ``[constraints, stages]``.
+    """
+
+    stages: Sequence[Sequence[int]]
+    parts: Sequence[Table]
+    num_stages: int
+    limits: Table
+
+    @classmethod
+    def of(cls, ranks: Sequence[RankMemory], num_stages: int, working_bytes: float) -> _MemoryOfTimes:
+        """Return this for ``ranks``. ``num_stages``: number of virtual stages of all of them. ``working_bytes``: bytes
+        of a rank that no stage may use."""
+        parts = []
+        for rank in ranks:
+            counts = np.array(rank.moments, dtype=np.float64).reshape(len(rank.moments), len(rank.stages), 2)
+            whole = np.ones((len(counts), 1, len(rank.stages)))
+            taken = np.concatenate([whole, counts.transpose(0, 2, 1)], axis=1)
+            parts.append(taken * (1 / (rank.capacity - working_bytes)))
+        return cls([list(rank.stages) for rank in ranks], parts, num_stages, np.zeros((0, num_stages)))
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts)) + len(self.limits)
+
+    def price_bytes(self, prices: Table) -> Table:
+        """Return the price in seconds of a byte of each kind, and of a heavy call, of each virtual stage, shape
+        ``[kinds, stages]``. ``prices``: for each rank and time, the price in seconds of all memory of the rank; then
+        for each constraint, the price of the greatest number of heavy calls."""
+        per_byte, first = np.zeros((_NUM_KINDS, self.num_stages)), 0
+        for stages, part in zip(self.stages, self.parts, strict=True):
+            per_byte[:_HEAVY, stages] = np.einsum("t,tbk->bk", prices[first : first + len(part)], part)
+            first += len(part)
+        per_byte[_HEAVY] = prices[first:] @ self.limits
+        return per_byte
+
+    def measure(self, sizes: Table) -> Table:
+        """Return the fraction of the memory of its rank that is taken at each time, and of the greatest number of heavy
+        calls for each constraint. ``sizes``: bytes of each kind, and heavy calls, of each virtual stage, shape
+        ``[kinds, stages]``."""
+        taken = [
+            part.reshape(len(part), -1) @ sizes[:_HEAVY, stages].ravel()
+            for stages, part in zip(self.stages, self.parts, strict=True)
+        ]
+        return np.concatenate([*taken, self.limits @ sizes[_HEAVY]])
+
+
 class _CutMixture:
     """A linear program over mixtures of cuts into stages. A mixture is a weight for each cut; the weights sum up to 1.
     The program minimises the seconds of a step such that no path through the schedule takes longer and each rank's
     memory suffices at each time of the step, both as weighted means over the cuts.
 
-    ``memory``: for each rank and each time of the step, the fraction of the rank's capacity that a byte takes, shape
-    ``[moments, kinds, stages]``; ``_NUM_KINDS`` describes the kinds. Further rows limit the number of heavy calls.
+    ``memory``: what a byte of a stage takes of the memory of its rank at each time of the step.
     ``limit_s``: the cost in seconds of exceeding a row by all memory of a rank, so that there always is a solution.
 
     The program has a row only for times at which some solution so far exceeded the memory. Most times never exceed it;
     their dual price would be 0.
     """
 
-    def __init__(self, memory: Table, limit_s: float) -> None:
+    def __init__(self, memory: _MemoryOfTimes, limit_s: float) -> None:
         self._memory = memory
         self._paths: list[Table] = []
         self._cuts: list[_PricedCut] = []
@@ -303,7 +348,7 @@ class _CutMixture:
         self._whole.set_coefficient(share, 1.0)
         for row, path in zip(self._longer, self._paths, strict=True):
             row.set_coefficient(share, -float(np.vdot(path, cut.seconds)))
-        used = np.einsum("tbk,bk->t", self._memory, cut.bytes)
+        used = self._memory.measure(cut.bytes)
         for moment, row in self._fits.items():
             row.set_coefficient(share, float(used[moment]))
         self._used.append(used)
@@ -371,10 +416,9 @@ class _RelaxedCuts:
     """The relaxed problem: cuts into virtual stages whose cost is the seconds on a mean of paths plus the price of
     their memory.
 
-    ``memory``: for each rank and each time of the step, the fraction of the rank's capacity that a byte of a stage
-    takes, shape ``[moments, kinds, stages]``; ``_NUM_KINDS`` describes the kinds. ``num_phases``: number of phases
-    (such as forward) of a stage. ``num_sequences``: number of combinations of a virtual stage, a sequence of block
-    calls (such as layers) and a kind of selective recomputation.
+    ``memory``: what a byte of a stage takes of the memory of its rank at each time of the step. ``num_phases``: number
+    of phases (such as forward) of a stage. ``num_sequences``: number of combinations of a virtual stage, a sequence of
+    block calls (such as layers) and a kind of selective recomputation.
 
     ``tables``: seconds and bytes of all possible stages. ``ranks``: the memory of each rank. ``most_s``: the most
     seconds of a microbatch in a stage.
@@ -408,23 +452,16 @@ class _RelaxedCuts:
         ]
         self.num_phases = seconds[0].shape[1]
         self.num_sequences = problem.num_stages * size * width * len(ways)
-        self.memory = np.zeros((sum(len(rank.moments) for rank in ranks), _NUM_KINDS, problem.num_stages))
-        rows = iter(self.memory)
-        for rank in ranks:
-            per_byte = 1 / (rank.capacity - problem.overhead.working_bytes)
-            for counts in rank.moments:
-                row = next(rows)
-                row[0, list(rank.stages)] = per_byte
-                row[1:3, list(rank.stages)] = np.array(counts, dtype=np.float64).T * per_byte
+        self.memory = _MemoryOfTimes.of(ranks, problem.num_stages, problem.overhead.working_bytes)
 
     def restrict(self, case: Sequence[_AtMost]) -> _RelaxedCuts:
         """Return a copy of the relaxed problem with rows for the constraints ``case``. The copy may drop sequences that
         are kept here."""
         other = copy(self)
-        rows = np.zeros((len(case), *self.memory.shape[1:]))
-        for row, (stages, number) in zip(rows, case, strict=True):
-            row[_HEAVY, list(stages)] = 1 / max(number, 0.5)  # none is at most half of one
-        other.memory = np.concatenate([self.memory, rows])
+        limits = np.zeros((len(case), self.memory.num_stages))
+        for row, (stages, number) in zip(limits, case, strict=True):
+            row[list(stages)] = 1 / max(number, 0.5)  # no heavy call is at most half of one
+        other.memory = replace(self.memory, limits=limits)
         other._ways = [replace(way, allowed=way.allowed.copy()) for way in self._ways]
         return other
 
@@ -436,43 +473,42 @@ class _RelaxedCuts:
         ``path``: how often each phase counts, shape ``[stages, phases]``. ``prices``: seconds for all memory of a rank,
         one for each moment.
         """
-        per_byte = np.einsum("t,tbk->bk", prices, self.memory)
+        per_byte = self.memory.price_bytes(prices)
         costs = np.stack([way.price_sequences(path, per_byte, self._start, self._stop) for way in self._ways])
         least, ways = costs.min(axis=0), costs.argmin(axis=0)
-        seconds, cuts = find_least_cuts(least)
+        seconds, cuts, before = find_least_partial_cuts(least)
         if not np.isfinite(seconds):
             return goal_s, None
-        others = _complete_cuts(least, self._start)
+        others = _complete_cuts(least, self._start, before)
         for way, of_way in zip(self._ways, costs, strict=True):
             way.allowed &= of_way + others < goal_s + prices.sum()
-        runs = [(k, start, stop) for k, (start, stop) in enumerate(pairwise(cuts))]
-        chosen = [
-            self._ways[ways[k, stop, stop - start - 1]].read_stage(k, start, stop, path, per_byte)
-            for k, start, stop in runs
-        ]
+        again = [way.price_recomputation(path, per_byte) < 0 for way in self._ways]
+        chosen = []
+        for k, (start, stop) in enumerate(pairwise(cuts)):
+            number = ways[k, stop, stop - start - 1]
+            chosen.append(self._ways[number].read_stage(k, start, stop, again[number][k, start:stop]))
         both = _PricedCut(np.stack([each[0] for each in chosen]), np.stack([each[1] for each in chosen], axis=1))
         return seconds - float(prices.sum()), both
 
 
-def _complete_cuts(costs: Table, start: NDArray[np.int64]) -> Table:
+def _complete_cuts(costs: Table, start: NDArray[np.int64], before: Table) -> Table:
     """Return, for each stage and each sequence of consecutive block calls (such as layers), the least sum of the costs
     of all other stages if the stage consists of this sequence. It is infinite if the calls before and after the
     sequence cannot be cut into the other stages.
 
     ``costs``: cost of each stage for each sequence. The result and ``costs`` have the shape ``[stages, calls + 1,
     width]``: the second index is the end of a sequence (the call after its last), the third its number of calls minus
-    1. ``start``: the first call of each sequence, shape ``[calls + 1, width]``.
+    1. ``start``: the first call of each sequence, shape ``[calls + 1, width]``. ``before``: the least sum of the costs
+    of the first stages, as :func:`find_least_partial_cuts` returns it.
     """
     _, size, width = costs.shape
-    before, behind = np.full((len(costs) + 1, size), np.inf), np.full((len(costs) + 1, size), np.inf)
-    before[0, 0] = behind[-1, -1] = 0.0
-    for k, of_stage in enumerate(costs):
-        before[k + 1] = (before[k][start] + of_stage).min(axis=1)
+    behind = np.full((len(costs) + 1, size), np.inf)
+    behind[-1, -1] = 0.0
     later = np.minimum(np.arange(size)[:, None] + np.arange(1, width + 1)[None, :], size - 1)  # [first call, length]
     inside = np.arange(size)[:, None] + np.arange(1, width + 1)[None, :] < size
+    by_start = np.where(inside, costs[:, later, np.arange(width)[None, :]], np.inf)
     for k in range(len(costs) - 1, -1, -1):
-        of_stage = np.where(inside, costs[k][later, np.arange(width)[None, :]], np.inf)
-        behind[k] = (of_stage + behind[k + 1][later]).min(axis=1)
+        behind[k] = (by_start[k] + behind[k + 1][later]).min(axis=1)
     others: Table = before[:-1][:, start] + behind[1:][:, :, None]
     return others
 
@@ -545,26 +581,23 @@ class _Recomputation:
         microbatches in flight, of a microbatch whose backward has not begun, and of one between the two halves of its
         backward. ``start``, ``stop``: the first call and the call after the last of each sequence.
         """
-        saved = np.minimum(0.0, self._price_recomputation(path, per_byte))
+        saved = np.minimum(0.0, self.price_recomputation(path, per_byte))
         sums = np.concatenate([np.zeros((len(saved), 1)), np.cumsum(saved, axis=1)], axis=1)
         priced = np.einsum("kc,kcjw->kjw", path, self.seconds) + np.einsum("bk,bjw->kjw", per_byte, self.bytes)
         return np.where(self.allowed, priced + sums[:, stop] - sums[:, start], np.inf)
 
-    def read_stage(self, stage: int, start: int, stop: int, path: Table, per_byte: Table) -> tuple[Table, Table]:
+    def read_stage(self, stage: int, start: int, stop: int, again: NDArray[np.bool_]) -> tuple[Table, Table]:
         """Return the seconds of each phase (such as forward), shape ``[phases]``, and the bytes of each kind, shape
-        ``[kinds]``, of one stage with the calls ``start:stop``. A call is recomputed in full where that is cheaper.
-
-        ``path``: how often each phase of a stage counts, shape ``[stages, phases]``. ``per_byte``: the price in seconds
-        of a byte of each of the kinds, shape ``[kinds, stages]``.
+        ``[kinds]``, of one stage with the calls ``start:stop``. ``again``: whether each of the calls is recomputed in
+        full.
         """
-        again = self._price_recomputation(path, per_byte)[stage, start:stop] < 0
         seconds = self.seconds[stage, :, stop, stop - start - 1].copy()
         seconds[_INPUTS] += self.again_s[stage, start:stop][again].sum()
         taken = self.bytes[:, stop, stop - start - 1].copy()
         taken[1] -= self.freed[start:stop][again].sum()
         return seconds, taken
 
-    def _price_recomputation(self, path: Table, per_byte: Table) -> Table:
+    def price_recomputation(self, path: Table, per_byte: Table) -> Table:
         """Return the seconds that full recomputation of each call adds, less the price of the bytes that it frees,
         shape ``[stages, calls]``. It is negative where recomputation is cheaper.
 
@@ -576,4 +609,4 @@ class _Recomputation:
         return added
 
 
-__all__ = ["RankMemory", "bound_fitting_cuts", "drop_smaller_counts"]
+__all__ = ["RankMemory", "bound_fitting_cuts"]

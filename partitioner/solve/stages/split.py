@@ -286,7 +286,7 @@ class _Splitter:
         """Return the least seconds per microbatch that the slowest stage can have, over all cuts of the block calls
         (such as layers) into stages.
         """
-        return float(min_max(self.tables.times)[0])
+        return float(min_max(self.tables.times, 0 if self.problem.may_be_empty else 1)[0])
 
     def stage_times(self, cuts: list[int]) -> list[float]:
         return [float(self.tables.times[s][cuts[s], cuts[s + 1]]) for s in range(self.problem.num_stages)]

@@ -110,14 +110,23 @@ class StageTables:
         selectively (cheap operators only), because this is required or takes less time. The second list is empty if
         selective recomputation is not allowed."""
         p, n = self.problem.num_stages, len(self.problem.calls)
-        chunks = np.array_split(np.arange(p), math.ceil(p * (n + 1) ** 2 / _MOST_ENTRIES))
-        times = [table for stages in chunks for table in self._tabulate_segment_times(stages)]
-        if self.slim is None:
-            return times, []
+        start, stop = self._segment_ranges
         always = self.problem.recompute == "selective"
-        both = list(zip(times, self.slim.times, strict=True))
-        slimmed = [(slim < plain) | always for plain, slim in both]
-        return [np.where(at, slim, plain) for at, (plain, slim) in zip(slimmed, both, strict=True)], slimmed
+        times: list[Table] = []
+        slimmed: list[NDArray[np.bool_]] = []
+        for stages in np.array_split(np.arange(p), math.ceil(p * (n + 1) ** 2 / _MOST_ENTRIES)):
+            seconds = self._compute_segment_times(stages)
+            if self.slim is not None:
+                slim = self.slim._compute_segment_times(stages)
+                is_slim = (slim < seconds) | always
+                seconds = np.where(is_slim, slim, seconds)
+                masks = np.full((len(stages), n + 1, n + 1), always)
+                masks[:, start, stop] = is_slim
+                slimmed += list(masks)
+            tables = np.full((len(stages), n + 1, n + 1), np.inf)
+            tables[:, start, stop] = seconds
+            times += list(tables)
+        return times, slimmed
 
     @property
     def hopeless(self) -> bool:
@@ -162,16 +171,14 @@ class StageTables:
         slim = self.slim.least_bytes(start, stop)
         return slim if self.problem.recompute == "selective" else np.minimum(least, slim)
 
-    def _tabulate_segment_times(self, stages: Counts) -> Table:
-        """Return the seconds per microbatch of every sequence of consecutive block calls (such as layers) on each of
-        ``stages`` (indices), shape ``[stages, calls + 1, calls + 1]``: forward, backward, full recomputation and waits
-        for other stages. Infinite if the calls do not fit in memory or are not allowed."""
+    def _compute_segment_times(self, stages: Counts) -> Table:
+        """Return the seconds per microbatch of each sequence of block calls (such as layers) in
+        :attr:`_segment_ranges` on each of ``stages`` (indices), shape ``[stages, sequences]``: forward, backward, full
+        recomputation and waits for other stages. Infinite if the calls do not fit in memory or are not allowed."""
         start, stop = self._segment_ranges
-        times = np.full((len(stages), *self.segments.saved.shape), np.inf)
         every = len(stages) == self.problem.num_stages
         measured = self._measured_segments if every else self._measure_runs(stages, start, stop)
-        times[:, start, stop] = self._limit_by_memory(measured, stages, start, stop)
-        return times
+        return self._limit_by_memory(measured, stages, start, stop)
 
     @cached_property
     def _measured_segments(self) -> _MeasuredRuns:
@@ -566,22 +573,24 @@ def _message_times(num_bytes: Table, bandwidth: float, latency: float) -> Table:
     return seconds
 
 
-def min_max(tables: list[Table]) -> tuple[float, list[int]]:
+def min_max(tables: list[Table], least: int = 0) -> tuple[float, list[int]]:
     """Choose the cuts of the block calls (such as layers) into stages for which the largest value of a stage is
     smallest. Return this largest value, and the cuts: the index of the first call of each stage, followed by the number
     of calls.
 
     ``tables``: for each stage, a table whose entry ``[start, stop]`` is the value of the calls ``start:stop``.
+    ``least``: every stage has at least this number of calls, 0 or 1.
     """
-    n = tables[0].shape[0] - 1
-    reached = np.full(n + 1, np.inf)
+    width = len(tables[0]) - len(tables) * least  # calls before a cut, if the other stages have as few as possible
+    reached = np.full(width, np.inf)
     reached[0] = -np.inf
     came: list[NDArray[np.int64]] = []
-    for table in tables:
-        worst = np.maximum(reached[:, None], table)
+    for stage, table in enumerate(tables):
+        first = stage * least
+        worst = np.maximum(reached[:, None], table[first : first + width, first + least : first + least + width])
         came.append(worst.argmin(axis=0))
         reached = worst.min(axis=0)
-    cuts = [n]
+    places = [width - 1]
     for step in reversed(came):
-        cuts.append(int(step[cuts[-1]]))
-    return float(reached[n]), cuts[::-1]
+        places.append(int(step[places[-1]]))
+    return float(reached[-1]), [place + least * stage for stage, place in enumerate(reversed(places))]

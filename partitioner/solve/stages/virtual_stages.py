@@ -41,7 +41,7 @@ from partitioner.schedules.makespan import Phases
 from partitioner.schedules.registry import ranks_of
 from partitioner.solve.stages.improve_cuts import better_cuts
 from partitioner.solve.stages.lower_bound import least_time
-from partitioner.solve.stages.memory_bound import RankMemory, bound_fitting_cuts, drop_smaller_counts
+from partitioner.solve.stages.memory_bound import RankMemory, bound_fitting_cuts
 from partitioner.solve.stages.problem import StageProblem
 from partitioner.solve.stages.split import (
     StagePlan,
@@ -286,7 +286,7 @@ def _bound_with_memory(
     ranks = _VirtualStageRanks.of(problem, schedule, num_ranks, chunks)
     tables = StageTables(ranks.problem)
     memory = [
-        RankMemory(stages, drop_smaller_counts(moments), capacity)
+        RankMemory(stages, moments, capacity)
         for stages, moments, capacity in zip(ranks.own, ranks.flying.together, ranks.capacity, strict=True)
     ]
     phases = [phases_of(problem, k, plan, ends=True) for k, plan in enumerate(split.virtual)]

@@ -18,7 +18,7 @@ from partitioner.schedules.formulas import held_microbatches
 from partitioner.schedules.makespan import compute_makespan
 from partitioner.schedules.registry import build_timetable, ranks_of
 from partitioner.solve.stages import virtual_stages
-from partitioner.solve.stages.memory_bound import RankMemory, bound_fitting_cuts, drop_smaller_counts
+from partitioner.solve.stages.memory_bound import RankMemory, bound_fitting_cuts
 from partitioner.solve.stages.problem import StageProblem
 from partitioner.solve.stages.split import StagePlan, stage_plan
 from partitioner.solve.stages.tables import StageTables
@@ -78,8 +78,7 @@ def test_no_plan_goes_below_the_bound(
     phases = [phases_of(whole, k, plan) for k, plan in enumerate(known)]
     for most in (1, 2, 1000):  # moments of each rank
         memory = [
-            RankMemory(stages, drop_smaller_counts(counts)[-most:], whole.capacity[0])
-            for stages, counts in zip(own, together, strict=True)
+            RankMemory(stages, counts[-most:], whole.capacity[0]) for stages, counts in zip(own, together, strict=True)
         ]
         for limit_s in (least / 1000, least, 2 * least):  # with the first, no stage is quick enough
             for goal_s in (0.9 * limit_s, limit_s):
@@ -173,7 +172,12 @@ def test_a_stage_with_few_microbatches_in_flight_does_not_take_all_layers():
     assert bound(first, other) >= free + 0.9 * m * 4 * 3 / 8
 
 
-def test_moments_below_another_one_are_dropped():
-    """The second moment holds fewer microbatches than the first on both stages; the third more on one of them."""
-    moments = [[(3, 0), (2, 1)], [(3, 0), (1, 1)], [(2, 0), (4, 0)], [(3, 0), (2, 1)]]
-    assert drop_smaller_counts(moments) == [((3, 0), (2, 1)), ((2, 0), (4, 0))]
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-1p", "zb-2p", "interleaved", "zb-v"])
+@pytest.mark.parametrize("m", [1, 4, 6, 20])
+def test_no_moment_of_a_rank_holds_at_most_as_many_microbatches_as_another(schedule: str, m: int):
+    """The bound has a row for each moment, so moments that cannot need the most memory are left out."""
+    v = 2 if schedule in ("interleaved", "zb-v") else 1
+    for moments in held_microbatches(schedule, 2, m, v).together:
+        rows = np.array(moments).reshape(len(moments), -1)
+        least_equal = (rows[:, None] <= rows[None, :]).all(axis=2)
+        assert least_equal.sum() == len(rows)  # each row compared with itself

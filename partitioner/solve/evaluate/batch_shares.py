@@ -192,19 +192,16 @@ class BatchSharing:
         overlap = self.constraints.overlap_steps
         fill = least_fill(candidate.schedule, candidate.pp, num_microbatches, candidate.virtual_stages, overlap)
         of_stages = self.costs.by_pipeline(machine) if self.independent else self.costs.by_stage(machine)
-        means = {
-            id(costs): mean_waits(costs, self.local.model.calls) for costs in {id(c): c for c in of_stages}.values()
-        }
-        of_stages = tuple(means[id(costs)] for costs in of_stages)
-        different = {id(costs): costs for costs in of_stages}
-        ahead, back = self._sum_call_seconds(combine_fastest_costs(list(different.values())))
+        calls, different = self.local.model.calls, {id(costs): costs for costs in of_stages}
+        ahead, back = self._sum_call_seconds(mean_waits(combine_fastest_costs(list(different.values())), calls))
         filled = (1 - 1 / candidate.pp) * (fill[0] * ahead + fill[1] * back)
         alike = (ahead + back) * num_microbatches / candidate.pp + filled
         if len(different) == 1:
             return alike
         counts = list(Counter(machine.pipelines).values()) if self.independent else [1]
         of_all = candidate.parts(self.global_batch) if self.independent else num_microbatches
-        return max(alike, self._least_of_pipelines(of_stages, different, counts, of_all))
+        means = {key: mean_waits(costs, calls) for key, costs in different.items()}
+        return max(alike, self._least_of_pipelines(of_stages, means, counts, of_all))
 
     def _least_of_pipelines(
         self, of_stages: Sequence[Costs], different: Mapping[int, Costs], counts: Sequence[int], num_microbatches: int
@@ -215,7 +212,8 @@ class BatchSharing:
 
         ``of_stages``: for each stage of the first kind of pipeline, then for each stage of the second kind, and so on,
         the cost of a call by name of the block (such as a layer). ``different``: the distinct dicts in ``of_stages``,
-        by their Python ``id``. ``counts``: the number of pipelines of each kind.
+        by their Python ``id``, with the mean waits for ZeRO-3 collectives. ``counts``: the number of pipelines of each
+        kind.
         """
         often, numbers = self._calls_by_block, {key: k for k, key in enumerate(different)}
         seconds = [

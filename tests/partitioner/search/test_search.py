@@ -810,7 +810,7 @@ def test_gathering_weights_takes_as_long_for_a_small_microbatch(overlap: bool):
     assert both is not None and both.of_kind == (both.seconds,)
     sent, copied = gathers.floor(small)
     placed = [call.block for call in work.model.calls if not call.shared and not call.prologue]
-    for block in (call.block for call in work.model.calls if call.states):
+    for block in placed:
         for alone, copy in zip(sent[block], copied[block], strict=True):
             assert alone > 1e-6  # a collective's start-up at least
             assert 0 < copy < alone

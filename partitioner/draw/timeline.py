@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 from xml.etree import ElementTree as ET
 
 from partitioner.draw.svg import (
@@ -177,10 +177,10 @@ def draw_timeline(
     program to which the instructions of ``bars`` belong. ``total``: seconds at which the axis ends; ``None``: at the
     end of the last bar.
     """
-    drawn, share = [b for b in bars if look_of(b.instruction)], 1.0
+    drawn, share, texts = [b for b in bars if look_of(b.instruction)], 1.0, _HeaderTexts(title, figures, notes)
     repeated = find_repeated_parts(program, drawn)
     while True:
-        text = to_text(_TimelineChart(title, program, drawn, figures, total, notes, repeated, share).draw_chart())
+        text = to_text(_TimelineChart(texts, program, drawn, total, repeated, share).draw_chart())
         share /= 2
         if len(text) <= _MOST_BYTES or share < _LEAST_SHARE:
             return text
@@ -225,29 +225,34 @@ def idle_shares(program: Program, bars: Iterable[Bar], total: float | None = Non
     return [1 - b / total if total else 0.0 for b in busy]
 
 
+class _HeaderTexts(NamedTuple):
+    """The texts of the header of a timeline. ``title``: the heading. ``figures``: pairs of texts (name, value) such as
+    ``("step time", "7 s")``. ``notes``: sentences."""
+
+    title: str
+    figures: Sequence[tuple[str, str]]
+    notes: Sequence[str]
+
+
 class _TimelineChart:
-    """Draws the instructions ``bars`` of the stages of ``program`` over time. ``title``: the heading. ``figures``:
-    numbers for the header, as pairs of texts (name, value) such as ``("step time", "7 s")``. ``total``: seconds at
-    which the axis ends; ``None``: at the end of the last bar. ``notes``: sentences for the header. ``repeated``:
-    the repeated parts of the step. ``share``: the fraction of the usual numbers of computations from which the middle
+    """Draws the instructions ``bars`` of the stages of ``program`` over time. ``texts``: the texts of its header.
+    ``total``: seconds at which the axis ends; ``None``: at the end of the last bar. ``repeated``: the repeated parts of
+    the step. ``share``: the fraction of the usual numbers of computations from which the middle
     of the step is left out.
     """
 
     def __init__(
         self,
-        title: str,
+        texts: _HeaderTexts,
         program: Program,
         bars: Sequence[Bar],
-        figures: Sequence[tuple[str, str]],
         total: float | None,
-        notes: Sequence[str],
         repeated: Sequence[Fold],
         share: float,
     ) -> None:
-        self.title = title
+        self.title, self.figures, self.notes = texts
         self.share = share
         self.program = program
-        self.notes = notes
         self.total = total or max((b.end for b in bars), default=0.0) or 1.0
         self.idle = idle_shares(program, bars, self.total)
         self.chunks = [chunk_starts(stage) for stage in program.stages]
@@ -268,7 +273,6 @@ class _TimelineChart:
         self.scale = TimeScale(self.total, self.folds, self.left, self.width)
         if self.left_out is not None:
             self.scale = replace(self.scale, gap=_GAP_WIDTH)
-        self.figures = figures
 
     def _find_hidden_parts(self, bars: Sequence[Bar], folds: Sequence[Fold]) -> tuple[Fold | Gap, ...]:
         """Return the parts of the step that are not drawn: repetitions and, if the rest is too long, its middle.

@@ -257,7 +257,7 @@ def hide_neighbours(costs: Sequence[CallCost], states: Sequence[Sequence[str]], 
 def mean_waits(costs: Mapping[str, CallCost], calls: Sequence[Call]) -> dict[str, CallCost]:
     """Return ``costs``, block name -> cost of a call of the block (such as a layer), with the waits for ZeRO-3
     collectives that the calls of the block have on average. ``calls``: all calls of the model; those without a cost,
-    and those that every stage runs, are left out. The results have no collectives that could be hidden anew."""
+    and those that every stage runs, are left out. ``hidden`` of the results is ``None``."""
     changed = dict(costs)
     waits: dict[str, list[CallCost]] = {}
     if any(cost.hidden is not None for cost in costs.values()):

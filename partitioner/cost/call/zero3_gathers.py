@@ -32,11 +32,12 @@ NONE_GATHERED = GatheredBytes()
 class HiddenCollectives(NamedTuple):
     """The ZeRO-3 collectives of a block call (such as a layer), and the waits for collectives that its cost contains.
 
-    ``gather_s``: seconds to gather its weights, once for forward and once for backward. ``scatter_s``: seconds to
-    reduce-scatter its gradients. ``forward_s``, ``backward_s``: the waits in its cost, in seconds. ``once_s``: the
-    part of both waits that full recomputation does not repeat, or avoids. ``slowdown``: factor on the seconds of
-    computation and of collectives while both run. ``overlap``: whether both run at the same time. ``once``: whether
-    backward gathers the weights only once, for recomputation and for itself.
+    ``gather_s``: seconds to gather its weights; forward and backward each gather them. ``scatter_s``: seconds to
+    reduce-scatter its gradients. ``forward_s``, ``backward_s``: seconds of the cost in which the call waits for
+    collectives. ``once_s``: by how many seconds full recomputation is shorter than the forward, because it waits for no
+    gather of its own and hides some of the collectives of backward. ``slowdown``: factor on the seconds of computation
+    and of collectives while both run. ``overlap``: whether both run at the same time. ``once``: whether recomputation
+    and backward share one gather.
     """
 
     gather_s: float

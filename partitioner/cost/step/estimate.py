@@ -277,9 +277,9 @@ def _build_stage_paces(
     """Return, for each stage, the costs of all block calls (such as layers) on its devices, and the summed cost of the
     calls that every stage runs. Stages with the same dict share one result object.
 
-    ``by_stage``: for each stage, a dict: block name -> cost of a call on its devices. ``placed``: the calls that
-    belong to one stage. ``everywhere``: the block names of the calls that every stage runs.
-    ``several``: whether a stage runs several microbatches.
+    ``by_stage``: for each stage, a dict: block name -> cost of a call on its devices. ``placed``: the calls that belong
+    to one stage. ``everywhere``: the block names of the calls that every stage runs. ``several``: whether a stage runs
+    several microbatches.
     """
     made: dict[SameObject[Mapping[str, CallCost]], Pace] = {}
     for costs in by_stage:

@@ -255,8 +255,8 @@ class Gathers:
 
 
 def _list_blocks_with_backward(model: FoldedModel) -> frozenset[str]:
-    """Return the names of the blocks (such as layers) all of whose calls may have a backward: none of them is in front
-    of the first call that reads a trained parameter. ``model``: the model as calls of blocks."""
+    """Return the names of the blocks (such as layers) that may have a backward. Calls in front of the first one that
+    reads a trained parameter have none; their blocks are left out. ``model``: the model as calls of blocks."""
     placed = [call for call in model.calls if not call.shared and not call.prologue]
     trained = [any(model.states[name].requires_grad for name in call.states) for call in placed]
     first = trained.index(True) if any(trained) else len(placed)

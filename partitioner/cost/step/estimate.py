@@ -194,18 +194,19 @@ def stage_problem(
     first = [call.block for call in everywhere if call.prologue]
     pp = machine.mesh.get("pp", 1)
     at = ranks or range(pp)
-    once = train and num_microbatches == 1 and not ranks  # no shards of gradients exist from an earlier backward
+    in_turns = len(at) > pp  # a rank alternates between virtual stages
+    once = train and num_microbatches == 1 and not in_turns  # no shards of gradients exist from an earlier backward
     by_stage = [costs_by_stage[rank] for rank in at] if costs_by_stage else []
     repeated = [call.block for call in everywhere if not (call.prologue and train and len(at) > 1)]
     of_states = StateCosts.of(states)
     bytes_of_all = _sum_call_costs([costs[call.block] for call in everywhere]).working_bytes
     overhead = replace(_sum_call_costs([costs[block] for block in repeated]), working_bytes=bytes_of_all)
-    several = num_microbatches > 1 or bool(ranks)
+    several = num_microbatches > 1 or in_turns
     passing = [
         passing_bytes(costs[call.block], call.states, of_states, scattering, call is placed[-1][1], several)
         for _, call in placed
     ]
-    beside = gathered_beside([own for own, _ in passing], in_turns=bool(ranks))
+    beside = gathered_beside([own for own, _ in passing], in_turns)
     read = [call.states for _, call in placed]
     in_order = hide_neighbours([costs[call.block] for _, call in placed], read, repeated=several)
     calls = tuple(

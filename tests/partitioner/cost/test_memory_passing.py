@@ -45,6 +45,7 @@ PAIRS = [
 ]  # fmt: skip
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize(
     ("zero", "pins", "tied", "microbatches"),
     [

@@ -104,6 +104,7 @@ def jobs(draw: st.DrawFn, small: bool = False) -> dict[str, Any]:
         "precision": draw(st.sampled_from(["bf16", "bf16", "fp32", *short])),
         "cap": draw(st.sampled_from([None, None, 50.0])),
         "tied": draw(st.booleans()),
+        "frozen": draw(st.sampled_from([None, None, None, "first", "alternate", "all but head"])),
         "execution": draw(st.sampled_from([None, None, "eager"])),
         "cluster": {
             "nodes": [
@@ -138,11 +139,25 @@ def pins(draw: st.DrawFn) -> dict[str, Any]:
     return sizes | {name: draw(st.sampled_from(PINS[name])) for name in sorted(names)}
 
 
+def freeze(model: Decoder, which: str | None) -> None:
+    """Freeze a part of the parameters of ``model``: the embedding and the first half of the layers, every other layer,
+    or all but the head (and the embedding, if it is tied to the head)."""
+    layers = list(model.layers)
+    frozen: list[nn.Module] = {
+        "first": [model.embed, *layers[: len(layers) // 2]],
+        "alternate": layers[::2],
+        "all but head": [*([] if model.head.weight is model.embed.weight else [model.embed]), *layers],
+    }.get(which or "", [])
+    for module in frozen:
+        module.requires_grad_(False)
+
+
 def planned(job: dict[str, Any], **fixed: Any) -> Plan:
     with torch.device("meta"):
         width = job["width"]
         sizes = job["layers"], job["heads"], job["kv"], width, width * job["grows"], job["vocab"]
         model = Decoder(*sizes, job.get("cap"), job.get("tied", False))
+    freeze(model, job.get("frozen"))
     topology = loads(yaml.safe_dump(job["cluster"]))
     if job["memory"]:
         less = {"memory": job["memory"] << 30}

@@ -153,9 +153,9 @@ class CandidateAttempts:
         best plan so far. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. Raises
         :class:`PartitionError` if there is no plan.
 
-        The placement (assignment of ranks to devices) of a known plan is reused instead of a new search if the cluster
-        is one on which the search finds the best placement of every mesh. The known plan has the same mesh, or half as
-        many ranks along ``cp`` and twice as many along ``tp`` or ``dp``.
+        Where devices are equal, the placement (assignment of ranks to devices) of a known plan is reused instead of a
+        new search. The known plan has the same mesh, or half as many ranks along ``cp`` and twice as many along ``tp``
+        or ``dp``.
         """
         request = self._announced.get(candidate)
         if request is None or not request.bounded:
@@ -189,10 +189,14 @@ class CandidateAttempts:
         return _Request(candidate, None, self._is_complete(candidate), False, self.best_s)
 
     def _build_outside_request(self, candidate: MeshCandidate) -> _Request:
-        """Return the request to plan ``candidate`` on known devices, if there are any, and only if its lower bounds are
-        below the best step time so far."""
+        """Return the request to plan ``candidate`` only if its lower bounds are below the best step time so far.
+
+        Where devices are equal, it is planned on the devices of a plan with a similar mesh, if there is one. Where they
+        differ, all placements are tried: that of another plan need not be its best one, because the search did not look
+        for a better one if no placement could be faster than the best plan."""
         key = next((key for key in meshes_around(candidate) if key in self.devices), None)
-        devices = self.devices[key] if key is not None and self._is_complete(candidate) else None
+        are_equal = self.evaluator.placements.nested(candidate.grid)
+        devices = self.devices[key] if key is not None and are_equal else None
         return _Request(candidate, devices, False, True, self.best_s)
 
     def _evaluate_request(self, request: _Request) -> tuple[EvaluatedCandidate | None, float]:

@@ -257,6 +257,19 @@ def test_other_shardings_are_tried_where_activations_are_recomputed():
     assert "sequence_parallel" not in planned(job, tp=4, recompute="none", microbatch_size=1).certificate.beyond
 
 
+def test_a_fixed_axis_finds_no_better_cut_or_placement_of_virtual_stages():
+    """One of two devices is slow, and half of the layers are frozen. Once dp=2 is known, no pipeline without virtual
+    stages can be faster. One with virtual stages is, on the other order of the devices, and with cuts that are improved
+    by 15 %."""
+    job = dict(layers=4, heads=4, kv=1, width=256, grows=2, length=4096, batch=8, vocab=32000, memory=None)
+    job |= dict(precision="bf16", cap=50.0, tied=True, frozen="first")
+    kinds = [{"type": "a100-80gb", "devices": 2, "count": 1, "host": "dgx-h100"}]
+    levels, slow = [{"like": "nvlink4", "nodes": 1}], {"node0/0": {"speed": 0.5}}
+    job |= dict(cluster={"nodes": kinds, "levels": levels, "overrides": slow})
+    free, pinned = planned(job), planned(job, pp=2, tp=1)
+    assert free.estimate.step_time == pytest.approx(pinned.estimate.step_time, rel=1e-9)
+
+
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_faster_plan_of_the_chosen_candidate_stays_covered_or_not(beside: bool):
     """A second plan of a candidate takes 1.8 s, the first 2 s, with a bound of 1.9 s: the bound falls, too."""

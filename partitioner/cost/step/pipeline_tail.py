@@ -34,9 +34,10 @@ from partitioner.cost.step.gradient_reduction import (
     reduction_of,
 )
 from partitioner.cost.step.placed_mesh import PlacedMesh
-from partitioner.cost.step.step_ends import gathered_seconds, reduction_delays, stage_buckets
+from partitioner.cost.step.step_ends import Delays, gathered_seconds, reduction_delays, stage_buckets
 from partitioner.passes.ir.hashing import SameObject
 from partitioner.schedules.formulas import is_split
+from partitioner.solve.stages.lower_bound import StageDelays
 from partitioner.solve.stages.problem import StageCall, StageEnds, StageProblem
 from partitioner.solve.stages.split import StagePlan, stage_plans
 from partitioner.solve.stages.tables import Counts, StageTables, Table, min_max
@@ -104,11 +105,10 @@ def run_tails(
 
 def bound_reduction_delays(
     problem: StageProblem, states: Mapping[str, StateCost], machine: PlacedMesh, constraints: Constraints
-) -> list[Table]:
-    """Return, for each stage of ``problem``, a table of lower bounds on the seconds from the last backward of the stage
-    to the end of its gradient reductions; for the first stage, the seconds by which gathers of parameters delay its
-    first forward are added. The entry ``[start, stop]`` is for a stage of the block calls ``start:stop`` (such as
-    layers). Each rank must have one stage.
+) -> list[StageDelays]:
+    """Return, for each stage of ``problem``, lower bounds on the seconds by which gradient reductions delay the end of
+    the step. For the first stage, the seconds by which gathers of parameters delay its first forward are added to those
+    of the whole reduction. Each rank must have one stage.
 
     ``states``: the cost of each parameter and buffer by name. ``machine``: the devices and links that the mesh is laid
     over. ``constraints``: the choices that the user fixed.
@@ -117,7 +117,7 @@ def bound_reduction_delays(
     seconds, waits = _on_the_way(tables.times), _ReductionTails(tables, states, machine, constraints)
     nothing = np.zeros(len(problem.calls) + 1)
     windows = (_compute_backward_windows(tables, stage, times) for stage, times in enumerate(seconds))
-    return [np.maximum(0.0, waits.of_stage(stage, window, nothing)) for stage, window in enumerate(windows)]
+    return [waits.delays_of_stage(stage, window, nothing) for stage, window in enumerate(windows)]
 
 
 def bound_stage_ends(
@@ -296,8 +296,23 @@ class _ReductionTails:
         self._axes = list(dict.fromkeys(axes for cost in alike for axes in (cost.scatter_axes, cost.rest_axes)))
         self._reducers: dict[int, list[Reducer]] = {}
         self._described: dict[int, tuple[bool, bool, float, tuple[object, ...]]] = {}
+        self._readers = Counter(name for call in tables.problem.calls for name in dict.fromkeys(call.states))
         self._equal_calls: dict[int, tuple[int, ...]] = {}
-        self._delays: dict[Hashable, float] = {}
+        self._delays: dict[Hashable, Delays] = {}
+
+    def delays_of_stage(self, stage: int, windows: Table, ahead: NDArray[np.float64]) -> StageDelays:
+        """Return lower bounds on the seconds by which gradient reductions delay the end of the step. The arguments are
+        those of :meth:`of_stage`."""
+        start, stop = np.nonzero(np.isfinite(windows))
+        whole, longer = np.maximum(0.0, self.of_stage(stage, windows, ahead)), np.zeros_like(windows)
+        if self._is_simulated(start):
+            longer[start, stop] = [delay.backward_s for delay in self._compute_reduction_delays(stage, start, stop)]
+        return StageDelays(whole, longer)
+
+    def _is_simulated(self, starts: Counts) -> bool:
+        """Return whether the reductions of stages that begin with the calls ``starts`` are simulated bucket by bucket
+        (a bucket: gradients that one collective reduces)."""
+        return bool(self.keys) and self.machine.profile.overlap and 0 < len(starts) <= _MOST_FOLLOWED
 
     def of_stage(self, stage: int, windows: Table, ahead: NDArray[np.float64]) -> Table:
         """Return a table whose entry ``[start, stop]`` is the seconds by which gradient reductions end after the
@@ -313,8 +328,9 @@ class _ReductionTails:
         if not self.keys or not len(start):
             return waits
         problem, machine = self.tables.problem, self.machine
-        if machine.profile.overlap and len(start) <= _MOST_FOLLOWED:
-            waits[start, stop] = np.array(self._compute_reduction_delays(stage, start, stop)) - ahead[start]
+        if self._is_simulated(start):
+            delays = self._compute_reduction_delays(stage, start, stop)
+            waits[start, stop] = np.array([delay.whole_s for delay in delays]) - ahead[start]
             return waits
         forward, _ = self.tables.seconds(stage)
         overhead = problem.pace(stage).overhead.forward_total_s
@@ -341,16 +357,16 @@ class _ReductionTails:
         waits[start, stop] = exposed - ahead[start]
         return waits
 
-    def _compute_reduction_delays(self, stage: int, starts: Counts, stops: Counts) -> list[float]:
-        """Return the seconds that the gradient reductions of a stage take after its last backward, under the fastest
-        reduction scheme: one number for each pair of ``starts`` and ``stops``, for a stage of the block calls
-        ``start:stop`` (such as layers). ``stage``: index of the stage.
+    def _compute_reduction_delays(self, stage: int, starts: Counts, stops: Counts) -> list[Delays]:
+        """Return the seconds by which gradient reductions delay the end of the step at least, whatever the reduction
+        scheme: one result for each pair of ``starts`` and ``stops``, for a stage of the block calls ``start:stop``
+        (such as layers). ``stage``: index of the stage.
 
         The reductions are simulated bucket by bucket (a bucket: gradients that one collective reduces). On stage 0, the
         seconds by which gathers of updated parameters delay the first forward are added. Results are cached: calls with
         equal costs share one, and so do stages with equal groups and devices.
         """
-        alike, delays = self._number_equal_calls(stage), []
+        alike, delays = self._number_equal_calls(stage), list[Delays]()
         for plan in stage_plans(self.tables, np.full_like(starts, stage), starts, stops):
             key = self._describe_stage(stage), alike[plan.start : plan.stop], plan.recompute, plan.selective
             if key not in self._delays:
@@ -358,20 +374,24 @@ class _ReductionTails:
             delays.append(self._delays[key])
         return delays
 
-    def _compute_reduction_delay(self, stage: int, plan: StagePlan) -> float:
-        """Return the seconds of gradient reductions after the last backward of one stage, under the fastest reduction
-        scheme. ``stage``: index of the stage; for index 0 the delay of the first forward by gathers of parameters is
-        added. ``plan``: the block calls (such as layers) that the stage has.
+    def _compute_reduction_delay(self, stage: int, plan: StagePlan) -> Delays:
+        """Return the seconds by which the gradient reductions of one stage delay the end of the step, each under the
+        reduction scheme with the least. ``stage``: index of the stage; for index 0 the delay of the first forward by
+        gathers of parameters is added. ``plan``: the block calls (such as layers) that the stage has.
+
+        A stage that shares a parameter with other calls may reduce the gradient of this parameter only after its last
+        backward, which it then does not lengthen.
         """
         problem, (first, halves, slowdown, _) = self.tables.problem, self._describe_stage(stage)
-        found = math.inf
+        calls = problem.calls[plan.start : plan.stop]
+        longer_s = 0.0 if any(self._readers[name] > 1 for call in calls for name in call.states) else math.inf
+        whole_s = math.inf
         for reducer in self._reducers_of(stage):
             buckets = stage_buckets(problem, plan, self.states, reducer, self.last_levels)
-            seconds = reduction_delays(problem, plan, buckets, slowdown, by_halves=halves).whole_s
-            if first:
-                seconds += gathered_seconds(problem, plan, buckets, slowdown)
-            found = min(found, seconds)
-        return found
+            delays = reduction_delays(problem, plan, buckets, slowdown, by_halves=halves)
+            gather_s = gathered_seconds(problem, plan, buckets, slowdown) if first else 0.0
+            longer_s, whole_s = min(longer_s, delays.backward_s), min(whole_s, delays.whole_s + gather_s)
+        return Delays(longer_s, whole_s)
 
     def _describe_stage(self, stage: int) -> tuple[bool, bool, float, tuple[object, ...]]:
         """Return a key for a cache: the properties of a stage, other than its block calls (such as layers), that
@@ -397,12 +417,11 @@ class _ReductionTails:
         pace = self.tables.pace_number(stage)
         if pace not in self._equal_calls:
             calls, costs = self.tables.problem.calls, self.tables.problem.pace(stage).costs
-            readers = Counter(name for call in calls for name in dict.fromkeys(call.states))
             numbers: dict[Hashable, int] = {}
             self._equal_calls[pace] = tuple(
                 numbers.setdefault(
                     place
-                    if any(readers[name] > 1 for name in call.states)
+                    if any(self._readers[name] > 1 for name in call.states)
                     else (cost, tuple(self.states.get(name) for name in call.states)),
                     len(numbers),
                 )

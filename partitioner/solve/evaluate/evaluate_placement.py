@@ -259,7 +259,7 @@ class PlacementEvaluator:
         if not is_priced_by_rank_ends(problem, machine):
             return ()
         flying = self._set_microbatches_in_flight(problem)
-        return bound_reduction_delays(flying, held, machine, self.job.constraints)
+        return [delay.whole for delay in bound_reduction_delays(flying, held, machine, self.job.constraints)]
 
     def _evaluate_with_shares(
         self, machine: PlacedMesh, shares: Shares, *, bound_only: bool = False

@@ -26,7 +26,7 @@ from partitioner.schedules.formulas import is_plain
 from partitioner.solve.evaluate.evaluate_placement import PlacementEvaluator, split_of, virtual_ranks
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.search.uniform_cluster import UniformClusters
-from partitioner.solve.stages.lower_bound import StageRuns, bound_steps_by_class
+from partitioner.solve.stages.lower_bound import StageRuns, StageRunsByClass
 from partitioner.solve.stages.problem import StageProblem
 from partitioner.solve.stages.tables import Table
 from partitioner.solve.stages.virtual_stages import set_scheduled_in_flight
@@ -218,7 +218,7 @@ class _StepBounds:
     # by whether there is more than one microbatch
     _priced: dict[bool, list[tuple[StageProblem, float]]] = field(default_factory=dict)
     # by the numbers of microbatches in flight
-    _runs: dict[Hashable, tuple[StageRuns, StageRuns]] = field(default_factory=dict)
+    _runs: dict[Hashable, StageRunsByClass] = field(default_factory=dict)
 
     def bound_steps(self, count: int, delays: Delays = ((), ())) -> Vector:
         """Return lower bounds in seconds on the step with ``count`` microbatches, shape ``[stages + 1]``, by the number
@@ -233,9 +233,8 @@ class _StepBounds:
         update_s = min(one_s, other_s)
         if one.flying not in self._runs:  # the first number of microbatches allows the longest stages
             limit = (self.cutoff_s - update_s) / count
-            self._runs[one.flying] = StageRuns(one, limit), StageRuns(other, limit)
-        runs = self._runs[one.flying]
-        return bound_steps_by_class(runs, count, self.cutoff_s - update_s, delays) + update_s
+            self._runs[one.flying] = StageRunsByClass(StageRuns(one, limit), StageRuns(other, limit))
+        return self._runs[one.flying].bound_steps(count, self.cutoff_s - update_s, delays) + update_s
 
     def _price_stages(self, count: int) -> list[tuple[StageProblem, float]]:
         """Return, for each class of devices, the problem of cutting block calls (such as layers) into stages with

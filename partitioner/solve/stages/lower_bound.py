@@ -7,8 +7,8 @@ therefore skipped. With many stages few runs are left.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +28,20 @@ Vector = NDArray[np.float64]
 
 Places = NDArray[np.int64]
 NO_DELAY = 0.0, 0.0
+
+
+class StageDelays(NamedTuple):
+    """Lower bounds in seconds on how gradient reductions of one stage delay the end of a step: two tables whose entries
+    ``[start, stop]`` are for a stage of the block calls ``start:stop`` (such as layers).
+
+    ``whole``: from the end of the stage's last backward, if no reduction delayed it, to the end of its reductions.
+    ``backward``: by how much reductions that run beside its last backward lengthen this backward.
+    """
+
+    whole: Table
+    backward: Table
+
+
 _ROUNDING = 1e-9  # tolerance when numbers of stages are rounded up
 _LONG, _SEVERAL = (
     2.0,
@@ -85,16 +99,15 @@ class LeastTime:
 
 
 def least_time(
-    problem: StageProblem, cutoff_s: float = np.inf, *, quick: bool = False, delays: Sequence[Table] = ()
+    problem: StageProblem, cutoff_s: float = np.inf, *, quick: bool = False, delays: Sequence[StageDelays] = ()
 ) -> LeastTime:
     """Return lower bounds on the stage times of all cuts of the calls of ``problem`` into stages.
 
     ``cutoff_s``: steps that take at least this many seconds are of no use to the caller, so stages that alone take so
     long are skipped. ``quick``: skip all stages that take much longer than the total work divided by the number of
-    stages, even if every cut that fits has such a stage. ``delays``: for each stage, a table of lower bounds on the
-    seconds from its last backward to the end of its reductions, whose entry ``[start, stop]`` is for the calls
-    ``start:stop``; empty if they are not to be counted. Raises :class:`CapacityError` if memory cannot suffice, and
-    :class:`PlanError` if there are more stages than block calls (such as layers).
+    stages, even if every cut that fits has such a stage. ``delays``: by gradient reductions, for each stage; empty if
+    they are not to be counted. Raises :class:`CapacityError` if memory cannot suffice, and :class:`PlanError` if there
+    are more stages than block calls (such as layers).
     """
     tables = StageTables(problem)
     if tables.hopeless:
@@ -129,7 +142,7 @@ def least_time(
     return LeastTime(most, total, forward, backward, (limit, max(work, limit)), step)
 
 
-def _over_runs(tables: StageTables, limit: float, delays: Sequence[Table]) -> tuple[float, float, float] | None:
+def _over_runs(tables: StageTables, limit: float, delays: Sequence[StageDelays]) -> tuple[float, float, float] | None:
     """Return three lower bounds in seconds: on the slowest stage, on the sum of all stages (both per microbatch), and
     on the step (0 if the schedule has a formula). The bounds are minima over the cuts of the block calls (such as
     layers) into stages whose work, without waits and recomputation, takes at most ``limit`` seconds per microbatch
@@ -137,8 +150,7 @@ def _over_runs(tables: StageTables, limit: float, delays: Sequence[Table]) -> tu
 
     Return ``None`` if there is no such cut, or if the slowest stage takes more than ``limit`` seconds with waits and
     recomputation, because a cut with more work in a stage might then be better. ``tables``: seconds and bytes of all
-    possible stages. ``delays``: for each stage, lower bounds on the seconds from its last backward to the end of its
-    reductions.
+    possible stages. ``delays``: by gradient reductions, for each stage.
     """
     start, stop, firsts = _runs_by_stop(tables, limit)
     if not len(start):
@@ -151,8 +163,11 @@ def _over_runs(tables: StageTables, limit: float, delays: Sequence[Table]) -> tu
     if times.min(axis=1).max() > limit:  # one of the stages is always too long
         return None
     # the last backward ends on the first stage, which then reduces its gradients
-    least_delay = float(delays[0][0, stop[start == 0]].min(initial=np.inf)) if delays else 0.0
-    of_pace: dict[SameObject[Pace], OtherStageTimes] = {}
+    least_delay = float(delays[0].whole[0, stop[start == 0]].min(initial=np.inf)) if delays else 0.0
+    later = np.zeros_like(times)  # how much longer the last backward of a stage is, for the stages in front of it
+    if delays and not is_split(problem.schedule):  # the delay of the first stage counts from its last backward
+        later[1:] = [delay.backward[start, stop] for delay in delays[1:]]
+    others = _list_other_stage_times(tables, start, stop, firsts, times, later) if followed else []
     ends, values = stop[firsts], np.empty((2 + followed, len(start)))
     # the least maximum, the least sum and the least step, up to each call
     least = np.full((len(values), len(problem.calls) + 1), np.inf)
@@ -162,15 +177,11 @@ def _over_runs(tables: StageTables, limit: float, delays: Sequence[Table]) -> tu
         np.maximum(before[0], time, out=values[0])
         np.add(before[1], time, out=values[1])
         if followed:
-            pace = problem.pace(stage)
-            if SameObject(pace) not in of_pace:
-                of_pace[SameObject(pace)] = _bound_other_stages(problem, pace)
-            others = of_pace[SameObject(pace)]
-            forward = tables.seconds(stage)[0][start, stop] + pace.overhead.forward_total_s
-            delay = (delays[stage][start, stop], least_delay) if delays else NO_DELAY
-            step = _bound_step_after_stage(problem, stage, others, start, stop, time, delay)
+            delay = (delays[stage].whole[start, stop], least_delay + later[stage]) if delays else NO_DELAY
+            step = _bound_step_after_stage(problem, stage, others[stage], start, stop, time, delay)
             if not is_split(problem.schedule):
-                around = _bound_step_around_stage(problem, stage, others, start, stop, time, forward, delay)
+                forward = _get_forward_seconds(tables, stage, start, stop)
+                around = _bound_step_around_stage(problem, stage, others[stage], start, stop, time, forward, delay)
                 step = np.maximum(step, around)
             np.maximum(before[2], step, out=values[2])
         least.fill(np.inf)
@@ -179,6 +190,67 @@ def _over_runs(tables: StageTables, limit: float, delays: Sequence[Table]) -> tu
             return None
     most, total, *step = least[:, -1].tolist()
     return (most, total, step[0] if step else 0.0) if most <= limit and most < np.inf else None
+
+
+def _get_forward_seconds(tables: StageTables, stage: int, start: Places, stop: Places) -> Vector:
+    """Return the seconds of a forward of the block calls ``start[i]:stop[i]`` (such as layers), for each ``i``, on the
+    stage with index ``stage``, without waits. ``tables``: seconds and bytes of all possible stages."""
+    forward: Vector = tables.seconds(stage)[0][start, stop]
+    return forward + tables.problem.pace(stage).overhead.forward_total_s
+
+
+def _list_other_stage_times(
+    tables: StageTables, start: Places, stop: Places, firsts: Places, times: Table, later: Table
+) -> list[OtherStageTimes]:
+    """Return, for each stage, lower bounds on the seconds of one microbatch in the stages in front of it and behind it;
+    the backward in the stages in front is the last one of the step. The bounds are minima over all cuts of the block
+    calls (such as layers) into the possible stages ``start[i]:stop[i]``, which are sorted by ``stop``.
+
+    ``firsts``: index of the first possible stage with each ``stop``. ``times``: seconds per microbatch of the possible
+    stages, shape ``[stages, runs]``, with the recomputation that memory requires. ``later``: seconds by which gradient
+    reductions lengthen their last backward, with the same shape. ``tables``: seconds and bytes of all possible stages.
+
+    The result is infinite for calls that the other stages cannot have.
+    """
+    problem = tables.problem
+    size = len(problem.calls) + 1
+    of_pace: dict[SameObject[Pace], OtherStageTimes] = {}
+    for stage in range(len(times)):
+        pace = problem.pace(stage)
+        if SameObject(pace) not in of_pace:
+            of_pace[SameObject(pace)] = _bound_other_stages(problem, pace)
+    each = [of_pace[SameObject(problem.pace(stage))] for stage in range(len(times))]
+    if problem.overlap_steps:
+        return each
+    order = np.argsort(start, kind="stable")
+    begins, heads = np.unique(start[order], return_index=True)
+    behind = [np.where(np.arange(size) == size - 1, 0.0, np.inf)]  # of the stages behind, from each call on
+    for time in times[:0:-1]:
+        least = np.full(size, np.inf)
+        least[begins] = np.minimum.reduceat((time + behind[-1][stop])[order], heads)
+        behind.append(least)
+    back = np.where(np.arange(size) == 0, 0.0, np.inf)  # of the stages in front, up to each call
+    found = []
+    for stage, (time, own) in enumerate(zip(times, each, strict=True)):
+        found.append(own._replace(back=np.maximum(own.back, back), behind=np.maximum(own.behind, behind[-1 - stage])))
+        windows = _bound_backward_seconds(tables, own, stage, start, stop, time)
+        back = _least_by_stop(back[start] + windows + later[stage], firsts, stop[firsts], size)
+    return found
+
+
+def _bound_backward_seconds(
+    tables: StageTables, own: OtherStageTimes, stage: int, start: Places, stop: Places, times: Vector
+) -> Vector:
+    """Return lower bounds on the seconds for which the stage with index ``stage`` keeps the stages in front of it
+    waiting for a backward of the block calls ``start[i]:stop[i]`` (such as layers), for each ``i``: with recomputation,
+    and without the half for gradients of weights if the schedule splits backwards.
+
+    ``times``: seconds of these calls per microbatch. ``own``: has the seconds for gradients of weights on the stage's
+    devices. ``tables``: seconds and bytes of all possible stages."""
+    seconds = times - _get_forward_seconds(tables, stage, start, stop)
+    if is_split(tables.problem.schedule):
+        seconds = seconds - (own.weights[stop] - own.weights[start])
+    return np.maximum(seconds, 0.0)
 
 
 def _price_runs(tables: StageTables, start: Places, stop: Places) -> Table:
@@ -199,10 +271,6 @@ def _price_runs(tables: StageTables, start: Places, stop: Places) -> Table:
     return times
 
 
-# forward and backward seconds of a microbatch in all block calls (such as layers) before each call
-CumulativeSeconds = tuple[Vector, Vector]
-
-
 class StageRuns:
     """The sequences of consecutive block calls (such as layers) that a stage may have on devices of one class, with
     their seconds on them. ``problem``: the problem of cutting the calls into stages, if all stages run on these
@@ -218,37 +286,45 @@ class StageRuns:
         self.firsts = np.flatnonzero(np.diff(self.stop, prepend=-1))
         self.ends = self.stop[self.firsts]
         self._times = _price_runs(self._tables, self.start, self.stop) if len(start) else None
-        self._own = _bound_other_stages(problem, problem.pace(0))  # all stages have equal devices
-        self.cumulative: CumulativeSeconds = self._own.ahead, self._own.back
+        self.own = _bound_other_stages(problem, problem.pace(0))  # all stages have equal devices
 
     def bound_steps(
-        self, stage: int, front: CumulativeSeconds, behind: CumulativeSeconds, delay: tuple[Table | None, float]
+        self, number: int, stage: int, others: OtherStageTimes, delay: tuple[Table | None, float]
     ) -> Vector:
         """Return lower bounds in seconds on the step if the stage with index ``stage`` runs one of the sequences of
         calls, shape ``[sequences]``.
 
-        ``front``, ``behind``: cumulative seconds of a microbatch before each call on the stages in front and on those
-        behind: forward, and backward. ``delay``: a table of the seconds from the last backward of the stage to the end
-        of its reductions, whose entry ``[start, stop]`` is for the calls ``start:stop`` (``None``: 0); and the least
-        such seconds of the first stage."""
+        ``number``: of microbatches. ``others``: the seconds of a microbatch on the other stages. ``delay``: a table of
+        the seconds from the last backward of the stage to the end of its reductions, whose entry ``[start, stop]`` is
+        for the calls ``start:stop`` (``None``: 0); and the least such seconds of the first stage."""
         if self._times is None:
             return np.zeros(0)
-        problem, start, stop, times = self.problem, self.start, self.stop, self._times[stage]
-        others = OtherStageTimes(*front, self._own.weights, behind[0] + behind[1])
+        problem = replace(self.problem, num_microbatches=number)
+        start, stop, times = self.start, self.stop, self._times[stage]
+        others = others._replace(weights=self.own.weights)
         late = (0.0 if delay[0] is None else delay[0][start, stop]), delay[1]
         steps = _bound_step_after_stage(problem, stage, others, start, stop, times, late)
         if not is_split(problem.schedule):
-            forward = self._tables.seconds(stage)[0][start, stop] + problem.pace(stage).overhead.forward_total_s
+            forward = _get_forward_seconds(self._tables, stage, start, stop)
             around = _bound_step_around_stage(problem, stage, others, start, stop, times, forward, late)
             steps = np.maximum(steps, around)
         return steps
 
-    def with_microbatches(self, number: int) -> StageRuns:
-        """Return a copy for ``number`` microbatches, with the same seconds of stages."""
-        if number == self.problem.num_microbatches:
-            return self
-        found = copy(self)
-        found.problem = replace(self.problem, num_microbatches=number)
+    def extend_front(self, stage: int, back: Vector) -> Vector:
+        """Return the least seconds of a backward in the stages up to ``stage`` (an index), by the call at which they
+        end, shape ``[calls + 1]``. ``back``: the same of the stages in front of it."""
+        size = len(self.problem.calls) + 1
+        if self._times is None:
+            return np.full(size, np.inf)
+        windows = _bound_backward_seconds(self._tables, self.own, stage, self.start, self.stop, self._times[stage])
+        return _least_by_stop(back[self.start] + windows, self.firsts, self.ends, size)
+
+    def extend_behind(self, stage: int, behind: Vector) -> Vector:
+        """Return the least seconds of a microbatch in the stages from ``stage`` (an index) on, by the call at which
+        they begin, shape ``[calls + 1]``. ``behind``: the same of the stages behind it."""
+        found = np.full(len(self.problem.calls) + 1, np.inf)
+        if self._times is not None:
+            np.minimum.at(found, self.start, self._times[stage] + behind[self.stop])
         return found
 
     def find_first_delay(self, delays: Sequence[Table]) -> float:
@@ -257,55 +333,94 @@ class StageRuns:
         return float(delays[0][0, self.stop[self.start == 0]].min(initial=np.inf)) if delays else 0.0
 
 
-def bound_steps_by_class(
-    classes: tuple[StageRuns, StageRuns],
-    num_microbatches: int,
-    within_s: float = np.inf,
-    delays: tuple[Sequence[Table], Sequence[Table]] = ((), ()),
-) -> Vector:
-    """Return lower bounds in seconds on the step of a pipeline with stages on two classes of devices, shape ``[stages +
-    1]``. Entry ``n`` holds if ``n`` stages run on devices of the first class and the others on devices of the second,
-    for every order of the stages and every cut of the block calls (such as layers) into stages. An entry is infinite if
-    such a step takes at least ``within_s`` seconds, or if no cut fits in memory.
+@dataclass(frozen=True)
+class StageRunsByClass:
+    """The sequences of block calls (such as layers) that the stages of a pipeline may have if each stage runs on a
+    device of one of two classes: ``one`` and ``other``, with the same calls, schedule and number of stages."""
 
-    ``classes``: both have the same calls, schedule and number of stages. ``num_microbatches``: of a step; the problems
-    of ``classes`` may have fewer microbatches in flight, but not more. ``delays``: for each class and each stage, a
-    table of lower bounds on the seconds from its last backward to the end of its reductions, whose entry ``[start,
-    stop]`` is for the calls ``start:stop``; empty if they are not to be counted."""
-    one, other = (runs.with_microbatches(num_microbatches) for runs in classes)
-    num_stages, size = one.problem.num_stages, len(one.problem.calls) + 1
-    fastest = np.minimum(one.cumulative[0], other.cumulative[0]), np.minimum(one.cumulative[1], other.cumulative[1])
-    first_delay_s = min(one.find_first_delay(delays[0]), other.find_first_delay(delays[1]))
-    reached = {0: np.where(np.arange(size) == 0, 0.0, np.inf)}  # stages of the first class -> least step up to a call
-    for stage in range(num_stages):
-        further: dict[int, Vector] = {}
-        for runs, of, is_first in zip((one, other), delays, (1, 0), strict=True):
-            delay = of[stage] if of else None, first_delay_s
-            # the stages in front are all of the second class, or of either
-            slow_ahead, mixed = (
-                runs.bound_steps(stage, front, fastest, delay) for front in (other.cumulative, fastest)
-            )
-            for number, before in reached.items():
-                values = np.maximum(before[runs.start], mixed if number else slow_ahead)
-                least = _least_by_stop(values, runs.firsts, runs.ends, size)
-                known = further.get(number + is_first)
-                further[number + is_first] = least if known is None else np.minimum(known, least)
-        reached = further
-    found = np.array([reached[number][-1] for number in range(num_stages + 1)])
-    return np.where(found < within_s, found, np.inf)
+    one: StageRuns
+    other: StageRuns
+
+    def bound_steps(
+        self,
+        num_microbatches: int,
+        within_s: float = np.inf,
+        delays: tuple[Sequence[Table], Sequence[Table]] = ((), ()),
+    ) -> Vector:
+        """Return lower bounds in seconds on the step, shape ``[stages + 1]``. Entry ``n`` holds if ``n`` stages run on
+        devices of the first class and the others on devices of the second, for every order of the stages and every cut
+        of the block calls (such as layers) into stages. An entry is infinite if such a step takes at least ``within_s``
+        seconds, or if no cut fits in memory.
+
+        ``num_microbatches``: of a step; the problems of the classes may have fewer microbatches in flight, but not
+        more. ``delays``: for each class and each stage, a table of lower bounds on the seconds from its last backward
+        to the end of its reductions, whose entry ``[start, stop]`` is for the calls ``start:stop``; empty if they are
+        not to be counted."""
+        num_stages, size = self.one.problem.num_stages, len(self.one.problem.calls) + 1
+        first_delay_s = min(self.one.find_first_delay(delays[0]), self.other.find_first_delay(delays[1]))
+        # stages of the first class -> least step up to a call
+        reached = {0: np.where(np.arange(size) == 0, 0.0, np.inf)}
+        for stage in range(num_stages):
+            further: dict[int, Vector] = {}
+            for runs, of, is_first in zip((self.one, self.other), delays, (1, 0), strict=True):
+                delay = of[stage] if of else None, first_delay_s
+                slow_ahead, mixed = (
+                    runs.bound_steps(num_microbatches, stage, others[stage], delay) for others in self._other_stages
+                )
+                for number, before in reached.items():
+                    values = np.maximum(before[runs.start], mixed if number else slow_ahead)
+                    least = _least_by_stop(values, runs.firsts, runs.ends, size)
+                    known = further.get(number + is_first)
+                    further[number + is_first] = least if known is None else np.minimum(known, least)
+            reached = further
+        found = np.array([reached[number][-1] for number in range(num_stages + 1)])
+        return np.where(found < within_s, found, np.inf)
+
+    @cached_property
+    def _other_stages(self) -> tuple[list[OtherStageTimes], list[OtherStageTimes]]:
+        """For each stage, lower bounds on the seconds of a microbatch in the stages in front of it and behind it: first
+        if all stages in front are of the second class, then if they are of either class. The stages behind are of
+        either class. The seconds for gradients of weights are 0."""
+        one, other = self.one, self.other
+        either = one.own.take_fastest_calls(other.own)
+        num_stages, size = one.problem.num_stages, len(one.problem.calls) + 1
+        overlap = one.problem.overlap_steps
+        behind = [np.where(np.arange(size) == size - 1, 0.0, np.inf)]
+        for stage in range(num_stages - 1, 0, -1):
+            behind.append(np.minimum(*(runs.extend_behind(stage, behind[-1]) for runs in (one, other))))
+        found = []
+        for classes, own in (((other,), other.own), ((one, other), either)):
+            back, of_stages = np.where(np.arange(size) == 0, 0.0, np.inf), []
+            for stage in range(num_stages):
+                if overlap:
+                    of_stages.append(own._replace(behind=either.behind))
+                    continue
+                rest = np.maximum(either.behind, behind[-1 - stage])
+                of_stages.append(own._replace(back=np.maximum(own.back, back), behind=rest))
+                back = np.minimum.reduce([runs.extend_front(stage, back) for runs in classes])
+            found.append(of_stages)
+        return found[0], found[1]
 
 
 class OtherStageTimes(NamedTuple):
-    """Cumulative seconds of one microbatch in the block calls (such as layers) before each index, four arrays of shape
-    ``[calls + 1]``. ``ahead`` (forward) and ``back`` (backward for inputs; the whole backward if the schedule does not
-    split it) are lower bounds for the stages in front of a stage. ``through`` is a lower bound for the stages behind
-    it, forward plus backward. They take the fastest device of any of these stages for each call. ``weights`` (backward
-    for weights) is on the devices of the stage itself."""
+    """Seconds of one microbatch in the block calls (such as layers) of other stages than a given one, four arrays of
+    shape ``[calls + 1]``. ``ahead`` (forward) and ``back`` (backward for inputs; the whole backward if the schedule
+    does not split it) are lower bounds for the stages in front of the stage, which have the calls before each index.
+    ``behind`` (forward plus backward) is a lower bound for the stages behind it, which have the calls from each index
+    on. ``weights`` is the backward for weights of the calls before each index on the devices of the stage itself."""
 
     ahead: Vector
     back: Vector
     weights: Vector
-    through: Vector
+    behind: Vector
+
+    def take_fastest_calls(self, other: OtherStageTimes) -> OtherStageTimes:
+        """Return the seconds if each call takes the smaller one of its seconds here and in ``other``."""
+        calls = [np.minimum(*(np.diff(seconds) for seconds in pair)) for pair in zip(self[:3], other[:3], strict=True)]
+        rests = np.minimum(-np.diff(self.behind), -np.diff(other.behind))
+        sums = [np.concatenate([[0.0], np.cumsum(of_calls)]) for of_calls in calls]
+        ahead, back, weights = sums
+        return OtherStageTimes(ahead, back, weights, np.concatenate([np.cumsum(rests[::-1])[::-1], [0.0]]))
 
 
 def _bound_step_after_stage(
@@ -315,7 +430,7 @@ def _bound_step_after_stage(
     start: Places,
     stop: Places,
     times: Vector,
-    delay: tuple[Vector | float, float],
+    delay: tuple[Vector | float, Vector | float],
 ) -> Vector:
     """Return lower bounds in seconds on the step if the stage with index ``stage`` runs the block calls (such as
     layers) ``start:stop`` in ``times`` seconds per microbatch; all three are arrays. ``others``: cumulative seconds of
@@ -324,8 +439,8 @@ def _bound_step_after_stage(
     The stage begins when the first microbatch has passed all earlier calls. After its last backward for inputs,
     backward continues through all earlier calls; meanwhile the stage can still run the backwards for weights that it
     has postponed. If steps overlap, only the part of the earlier calls that exceeds these postponed backwards counts.
-    ``delay``: seconds from its last backward to the end of its reductions, and those of the first stage. ``problem``:
-    the calls and the schedule.
+    ``delay``: seconds from its last backward to the end of its reductions; and those of the first stage, with the
+    seconds by which the last backward of this stage is lengthened. ``problem``: the calls and the schedule.
     """
     ahead, back, weights, _ = others
     late = problem.half_done(stage) * (weights[stop] - weights[start])
@@ -345,7 +460,7 @@ def _bound_step_around_stage(
     stop: Places,
     times: Vector,
     forward: Vector,
-    delay: tuple[Vector | float, float],
+    delay: tuple[Vector | float, Vector | float],
 ) -> Vector:
     """Return lower bounds in seconds on the step under 1F1B or GPipe, as :func:`_bound_step_after_stage` does, with the
     calls behind the stage too. ``forward``: seconds of the stage's forward of a microbatch, without waits. The other
@@ -355,8 +470,8 @@ def _bound_step_around_stage(
     Then it runs the other forwards and all backwards, and the last backward continues through all earlier calls. Under
     GPipe the stage runs all forwards first, the last microbatch passes all later stages, and backwards follow likewise.
     """
-    ahead, back, _, through = others
-    besides = through[-1] - through[stop] + ahead[start] + np.maximum(back[start] + delay[1], delay[0])
+    ahead, back, _, behind = others
+    besides = behind[stop] + ahead[start] + np.maximum(back[start] + delay[1], delay[0])
     begun = 1 if problem.schedule == "gpipe" else problem.not_begun(stage)
     around: Vector = problem.num_microbatches * times - (begun - 1) * forward + besides
     return around
@@ -375,7 +490,7 @@ def _bound_other_stages(problem: StageProblem, pace: Pace) -> OtherStageTimes:
     back = [min(costs) for costs in zip(*halves, strict=True)]
     weights = [c.later_s * train for c in pace.costs]
     before, after, later = (np.concatenate([[0.0], np.cumsum(values)]) for values in (ahead, back, weights))
-    return OtherStageTimes(before, after, later, before + after)
+    return OtherStageTimes(before, after, later, (before + after)[-1] - (before + after))
 
 
 def _find_least_forward(cost: CallCost) -> float:

@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -23,6 +24,7 @@ from partitioner.solve.stages.problem import StageCall, StageProblem
 from partitioner.solve.stages.range_sums import segments_of
 from partitioner.solve.stages.split import SLACK, StageSplit, solve_stages
 from partitioner.solve.stages.tables import StageTables
+from partitioner.solve.stages.virtual_stages import set_scheduled_in_flight, solve_virtual
 from tests.helpers.stage_problems import by_hand, call, problem, problems
 
 
@@ -220,3 +222,26 @@ def test_pieces_of_gradients_come_as_activations_go(sizes: list[tuple[int, int]]
     n = len(sizes)
     moments = [n + sum(s for s, _ in sizes[: k + 1]) + sum(piece for _, piece in sizes[k + 1 :]) for k in range(n)]
     assert stage.memory == max(*moments, sum(states.values()))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-1p"])
+@settings(max_examples=60, deadline=None)
+@given(p=problems())
+def test_no_cut_of_a_simulated_schedule_is_below_the_bound(schedule: str, p: StageProblem):
+    """The bound knows how long the stages in front and behind keep a stage idle, with the recomputation that their
+    memory requires."""
+    p = replace(p, schedule=schedule, num_microbatches=max(2, p.num_microbatches))
+    flying = set_scheduled_in_flight(p, schedule, p.num_stages, 1)
+    try:
+        least = least_time(flying).pipeline_s(schedule, p.num_stages, p.num_microbatches)
+    except CapacityError:
+        least = math.inf
+    found = math.inf
+    for inner in itertools.combinations(range(1, len(p.calls)), p.num_stages - 1):
+        cuts = (0, *inner, len(p.calls))
+        pinned = {k: s for s in range(p.num_stages) for k in range(cuts[s], cuts[s + 1])}
+        if any(pinned[k] != s for k, s in p.pinned.items()):
+            continue
+        with suppress(CapacityError):
+            found = min(found, solve_virtual(replace(p, pinned=pinned), schedule, p.num_stages, 1).ended_s)
+    assert least <= found * (1 + 1e-9)

@@ -15,6 +15,7 @@ once.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -455,10 +456,10 @@ def _is_below(node: Any, size: int) -> bool:
 
 def _count_choices(node: Any) -> int:
     """Return the number of scores among which ``node``, a ``topk`` or similar operator, chooses: the size of its dim,
-    by default the last.
+    by default the last. ``argmax`` and ``argmin`` without a dim choose among all elements.
     """
     among = list_node_sizes(node.args[0])
     names = [a.name for a in node.target._schema.arguments]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    dim = given.get("dim", -1)
-    return among[dim] if isinstance(dim, int) and among else max([1, *among])
+    dim = given.get("dim", None if node.target in (aten.argmax.default, aten.argmin.default) else -1)
+    return among[dim] if isinstance(dim, int) and among else math.prod(among)

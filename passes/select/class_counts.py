@@ -199,7 +199,7 @@ _PASSING = (
 _TAKING = (
     aten.index.Tensor, aten.index_select.default, aten.gather.default, aten.slice.Tensor, aten.select.int,
     aten.masked_select.default, aten.flip.default, aten.roll.default, aten.repeat.default, aten.max.default,
-    aten.min.default, aten.amax.default, aten.amin.default, aten.relu.default, aten.abs.default,
+    aten.min.default, aten.amax.default, aten.amin.default,
 )  # fmt: skip
 
 
@@ -299,6 +299,7 @@ _BOUNDS: dict[Any, Callable[[fx.Node], int | None]] = {
     aten.add.Tensor: _find_sum_bound,
     aten.minimum.default: _bound_by_smaller_operand,
     aten.maximum.default: lambda node: _find_common_bound(*node.args[:2]),
+    aten.relu.default: lambda node: _find_common_bound(node.args[0], 0),
     aten.where.self: lambda node: _find_common_bound(*node.args[1:3]),
     aten.where.ScalarOther: lambda node: _find_common_bound(*node.args[1:3]),
     aten.where.ScalarSelf: lambda node: _find_common_bound(*node.args[1:3]),

@@ -55,7 +55,8 @@ def problem(
 
 def by_hand(p: StageProblem, stage: int, start: int, stop: int) -> tuple[float, float]:
     """Seconds and bytes of a stage, counted call by call, recomputing as few of its first calls as fit, and of the
-    others nothing or what is quickly made: what is faster."""
+    others nothing or what is quickly made: what is faster. If all calls fit without full recomputation, as many of the
+    last calls as fit keep what is quickly made."""
     return min(_by_hand(p, stage, start, stop, in_part) for in_part in (False, True))
 
 
@@ -82,7 +83,12 @@ def _by_hand(p: StageProblem, stage: int, start: int, stop: int, in_part: bool) 
         if memory <= p.capacity[stage] or again == len(calls):
             break
     seconds = sum(c.forward_s + c.backward_s for c in costs) + sum(c.forward_s for c in costs[:again])
-    seconds += in_part * sum(c.selective_s for c in costs[again:])
+    spared = 0
+    if in_part and not again and p.recompute is None:
+        room = p.capacity[stage] - memory - 1e-6
+        spared = max(n for n in range(len(calls) + 1) if flying * sum(quick[len(calls) - n :]) <= max(0.0, room))
+        memory += flying * sum(quick[len(calls) - spared :])
+    seconds += in_part * sum(c.selective_s for c in costs[again : len(calls) - spared])
     seconds = seconds + transfer(start, stage - 1) + (transfer(stop, stage) if stop < len(p.calls) else 0.0)
     return (seconds if memory <= p.capacity[stage] else math.inf), memory
 

@@ -163,6 +163,33 @@ def test_each_stage_recomputes_what_it_must():
 
 
 @pytest.mark.parametrize(
+    "pins",
+    [dict(), dict(pp=2, schedule="1f1b"), dict(pp=2, schedule="interleaved", virtual_stages=2), dict(dp=2, zero=3)],
+    ids=["one rank", "1f1b", "interleaved", "zero3"],
+)
+def test_only_as_many_calls_recompute_as_memory_demands(pins: dict[str, Any]):
+    """With memory between what is needed without recomputation and what is needed with all of it, some of the four
+    layers recompute their scores and the others keep them."""
+    fixed = {"pp": 1, "dp": 1, "tp": 1, "microbatch_size": 1} | pins
+    devices = fixed["pp"] * fixed["dp"]
+
+    def plan(memory: float, recompute: str | None, estimate_only: bool = False) -> Plan:
+        asked, there = Constraints(**fixed, recompute=recompute), cluster(memory / 2**20, devices=devices)
+        return partition(model(0.3), there, inputs(), constraints=asked, estimate_only=estimate_only)
+
+    most, least = (max(plan(2**40, how, True).estimate.memory) for how in ("none", "selective"))
+    room = least + 0.7 * (most - least)
+    found, whole = plan(room, None), plan(2**40, "selective")
+    count, every = (sum(len(stage.selective_calls) for stage in each.program.stages) for each in (found, whole))
+    assert 0 < count < every == 4
+    assert max(found.estimate.memory) <= room
+    assert not any(stage.checkpoint_calls for stage in found.program.stages)
+    assert found.estimate.breakdown["recompute"] <= whole.estimate.breakdown["recompute"]
+    checked = found.verify(model(0.3), inputs())
+    assert checked.ok and checked.max_error < 1e-9, checked.errors
+
+
+@pytest.mark.parametrize(
     ("change", "words"),
     [
         (dict(selective_calls=(99,)), "call 99 is to be recomputed in part"),

@@ -60,8 +60,12 @@ def stage_estimates(
     m = problem.num_microbatches
     made = []
     for number, stage in enumerate(split.stages):
-        slim = problem.slim if stage.selective and problem.slim is not None else problem
-        calls = [slim.calls[place] for place in stage.places]
+        slim = problem.slim or problem
+        calls = [
+            (slim if run.selective and place < run.stop - run.spared else problem).calls[place]
+            for run in stage.runs
+            for place in range(run.start, run.stop)
+        ]
         coming = sum(problem.late_bytes.get(name, 0.0) for name in names[number]) if problem.late_bytes else 0.0
         made.append(
             StageEstimate(
@@ -73,8 +77,8 @@ def stage_estimates(
                 in_part=sum(
                     bool(call.cost.selective_bytes)
                     for run in stage.runs
-                    if run.selective
-                    for call in problem.calls[run.start + run.recompute : run.stop]
+                    for place, call in enumerate(problem.calls[run.start : run.stop], run.start)
+                    if run.is_selective(place)
                 ),
                 host=round(_host_bytes(stage, calls, held[number])),
                 disk=round(sum(cost.on_disk for cost in held[number])),

@@ -368,7 +368,8 @@ class _ReductionTails:
         """
         alike, delays = self._number_equal_calls(stage), list[Delays]()
         for plan in stage_plans(self.tables, np.full_like(starts, stage), starts, stops):
-            key = self._describe_stage(stage), alike[plan.start : plan.stop], plan.recompute, plan.selective
+            again = plan.recompute, plan.selective, plan.spared
+            key = self._describe_stage(stage), alike[plan.start : plan.stop], *again
             if key not in self._delays:
                 self._delays[key] = self._compute_reduction_delay(stage, plan)
             delays.append(self._delays[key])

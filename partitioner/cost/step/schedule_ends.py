@@ -197,7 +197,9 @@ class _Lane:
         costs, work = self.ends.problem.pace(run.number).costs, {}
         for place in range(run.start, run.stop):
             cost = costs[place]
-            again = cost.recompute_s if place < run.start + run.recompute else cost.selective_s * run.selective
+            again = (
+                cost.recompute_s if place < run.start + run.recompute else cost.selective_s * run.is_selective(place)
+            )
             work[place] = cost.later_s if weights else cost.backward_total_s + again
         total = sum(work.values())
         calls: list[tuple[float, Sequence[GradientBucket]]] = [

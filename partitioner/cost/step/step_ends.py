@@ -307,6 +307,6 @@ def _list_backward_seconds(problem: StageProblem, plan: StagePlan, run: StagePla
     costs, work = problem.pace(plan.number).costs, {}
     for place in range(run.start, run.stop):
         cost = costs[place]
-        again = cost.selective_s if run.selective else 0.0
-        work[place] = cost.backward_total_s + (cost.recompute_s if place < run.start + run.recompute else again)
+        again = cost.recompute_s if place < run.start + run.recompute else cost.selective_s * run.is_selective(place)
+        work[place] = cost.backward_total_s + again
     return work

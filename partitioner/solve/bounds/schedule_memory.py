@@ -190,8 +190,8 @@ class RecomputeCosts:
     def estimate_seconds(self, free: float, schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> float:
         """Estimate the seconds that the busiest rank of a pipeline needs to recompute activations, per microbatch;
         infinite if even full recomputation frees too few bytes. It is assumed that each virtual stage has an equal
-        share of the work and bytes of the model. A rank either recomputes some of its virtual stages selectively, or
-        whole block calls (such as layers), or both.
+        share of the work and bytes of the model. A rank recomputes some of its block calls (such as layers) selectively
+        or in full, or all selectively and some in full.
 
         ``free``: bytes of a rank for activations. ``schedule``: name or table. ``p``: number of pipeline ranks. ``m``:
         number of microbatches. ``v``: number of virtual stages of a rank; ``None``: the number that the schedule fixes.
@@ -205,10 +205,10 @@ class RecomputeCosts:
             return 0.0
         if excess > saved:
             return math.inf
-        of_rank, call_s, chunks = self.num_calls / p, self.whole_s / self.num_calls, stages // p
+        of_rank, call_s = self.num_calls / p, self.whole_s / self.num_calls
         seconds, selective = [math.ceil(of_rank * excess / saved) * call_s], self.selective_bytes
         if selective > 0:
-            seconds.append(math.ceil(chunks * min(1.0, excess / selective)) / chunks * self.selective_s / p)
+            seconds.append(math.ceil(of_rank * min(1.0, excess / selective)) * self.selective_s / self.num_calls)
         if 0 < selective < excess:
             seconds[-1] += math.ceil(of_rank * (excess - selective) / (saved - selective)) * call_s
         return min(seconds)

@@ -180,7 +180,7 @@ class CandidateEvaluator:
             for place, call in enumerate(problem.calls[plan.start : plan.stop], plan.start):
                 stage_of_call[call.index] = stage
                 recompute += [call.index] if place < plan.start + plan.recompute else []
-                selective += [call.index] if plan.selective and call.cost.selective_bytes else []
+                selective += [call.index] if plan.is_selective(place) and call.cost.selective_bytes else []
         return SolvedCandidate(
             candidate,
             problem.num_microbatches,

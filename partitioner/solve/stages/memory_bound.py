@@ -36,7 +36,7 @@ from partitioner.schedules.formulas import Counts
 from partitioner.schedules.makespan import Phases, longest_path, longest_paths
 from partitioner.solve.stages.improve_cuts import PhaseCosts, count_microbatches, find_least_partial_cuts
 from partitioner.solve.stages.split import StagePlan
-from partitioner.solve.stages.tables import TINY, StageTables
+from partitioner.solve.stages.tables import TINY, StageTables, count_unread_inputs
 
 Table = NDArray[np.float64]
 
@@ -429,7 +429,8 @@ class _RelaxedCuts:
         size = len(problem.calls) + 1
         stop, length = np.arange(size)[:, None], np.arange(1, size - problem.num_stages + 1)[None, :]
         start = np.maximum(stop - length, 0)
-        ways = [way for way in (tables, tables.slim) if way is not None]
+        has_choice = tables.slim is not None and tables.slim.may_spare  # of selective recomputation, for each call
+        ways = [way for way in (tables, None if has_choice else tables.slim) if way is not None]
         seconds = [
             PhaseCosts(way, recomputed=False).stack_seconds([(start, stop)] * problem.num_stages) for way in ways
         ]
@@ -447,6 +448,7 @@ class _RelaxedCuts:
                 stop,
                 chunks,
                 num_heavy,
+                has_choice,
             )
             for way, of_way in zip(ways, seconds, strict=True)
         ]
@@ -482,11 +484,11 @@ class _RelaxedCuts:
         others = _complete_cuts(least, self._start, before)
         for way, of_way in zip(self._ways, costs, strict=True):
             way.allowed &= of_way + others < goal_s + prices.sum()
-        again = [way.price_recomputation(path, per_byte) < 0 for way in self._ways]
+        again = [way.choose_recomputation(path, per_byte) for way in self._ways]
         chosen = []
         for k, (start, stop) in enumerate(pairwise(cuts)):
             number = ways[k, stop, stop - start - 1]
-            chosen.append(self._ways[number].read_stage(k, start, stop, again[number][k, start:stop]))
+            chosen.append(self._ways[number].read_stage(k, start, stop, again[number][:, k, start:stop]))
         both = _PricedCut(np.stack([each[0] for each in chosen]), np.stack([each[1] for each in chosen], axis=1))
         return seconds - float(prices.sum()), both
 
@@ -516,17 +518,17 @@ def _complete_cuts(costs: Table, start: NDArray[np.int64], before: Table) -> Tab
 @dataclass
 class _Recomputation:
     """The cost of all sequences of consecutive block calls (such as layers), either without selective recomputation or
-    with selective recomputation of all calls. Each call may be recomputed in full in addition. Tables of sequences end
-    with the dims ``[calls + 1, width]``: the end of the sequence (the call after its last), and its number of calls
-    minus 1.
+    with selective recomputation of all calls. Each call may be recomputed in addition: in full, or selectively if
+    ``again_s`` has that choice. Tables of sequences end with the dims ``[calls + 1, width]``: the end of the sequence
+    (the call after its last), and its number of calls minus 1.
 
     There are six phases: forward, backward for inputs, backward for weights, two waits for messages, and collectives at
     the ends of a step. ``seconds``: the time of each phase for one microbatch, without full recomputation, shape
     ``[stages, phases, calls + 1, width]``. ``allowed``: whether the stage may consist of the sequence, shape ``[stages,
     calls + 1, width]``. ``bytes``: shape ``[kinds, calls + 1, width]``: bytes that do not depend on the number of
     microbatches in flight, bytes of a microbatch whose backward has not begun, bytes of one between the two halves of
-    its backward, and the number of heavy calls. ``again_s``: seconds to recompute each call in full, shape ``[stages,
-    calls]``. ``freed``: bytes that the full recomputation of each call frees, shape ``[calls]``.
+    its backward, and the number of heavy calls. ``again_s``: seconds to recompute each call in each way, shape ``[ways,
+    stages, calls]``; the first way is in full. ``freed``: bytes that this frees, shape ``[ways, calls]``.
     """
 
     seconds: Table
@@ -544,6 +546,7 @@ class _Recomputation:
         stop: NDArray[np.int64],
         chunks: int,
         heavy_calls: Table,
+        has_choice: bool,
     ) -> _Recomputation:
         """Return the costs under the kind of selective recomputation (none, or of all calls) that ``tables`` has.
 
@@ -551,6 +554,7 @@ class _Recomputation:
         calls + 1, width]``; infinite if a stage may not consist of the calls. ``start``, ``stop``: the first call and
         the call after the last of each sequence. ``chunks``: the most virtual stages of a rank.
         ``heavy_calls``: table whose entry ``[start, stop]`` is the number of heavy calls among ``start:stop``.
+        ``has_choice``: each call may be recomputed selectively, too.
         """
         problem, cut = tables.problem, tables.segments
         # what several stages of a rank share, and temporary memory, counts once: at least the mean over its stages
@@ -562,17 +566,25 @@ class _Recomputation:
         fixed = cut.states_of(sizes) + cut.boundary + cut.largest_working / chunks
         kinds = fixed, cut.saved + cut.saved_inputs, cut.carried + cut.saved_inputs, heavy_calls
         allowed = np.isfinite(np.sum(seconds, axis=1))
+        of_stages = [problem.pace(k).costs for k in range(problem.num_stages)]
+        again_s = [[[cost.recompute_s for cost in costs] for costs in of_stages]]
+        freed = [[call.cost.saved_bytes for call in problem.calls]]
+        if has_choice:
+            unread = [count_unread_inputs(call.cost) for call in problem.calls]
+            again_s.append([[cost.selective_s for cost in costs] for costs in of_stages])
+            freed.append([call.cost.selective_bytes for call in problem.calls])
+            freed = [[of_call + more for of_call, more in zip(of_way, unread, strict=True)] for of_way in freed]
         return cls(
             np.where(allowed[:, None], seconds, 0.0),
             allowed,
             np.stack([of_kind[start, stop] for of_kind in kinds]),
-            np.array([[cost.recompute_s for cost in problem.pace(k).costs] for k in range(problem.num_stages)]),
-            np.array([call.cost.saved_bytes for call in problem.calls]),
+            np.array(again_s),
+            np.array(freed),
         )
 
     def price_sequences(self, path: Table, per_byte: Table, start: NDArray[np.int64], stop: NDArray[np.int64]) -> Table:
         """Return the cost of each sequence of consecutive block calls (such as layers) on each stage: its seconds on
-        ``path`` plus the price of its memory. A call is recomputed in full where that is cheaper. The shape is
+        ``path`` plus the price of its memory. A call is recomputed where that is cheaper. The shape is
         ``[stages, calls + 1, width]``: stage, end of the sequence, and its number of calls minus 1. The cost is
         infinite if the stage may not consist of the sequence.
 
@@ -581,7 +593,7 @@ class _Recomputation:
         microbatches in flight, of a microbatch whose backward has not begun, and of one between the two halves of its
         backward. ``start``, ``stop``: the first call and the call after the last of each sequence.
         """
-        saved = np.minimum(0.0, self.price_recomputation(path, per_byte))
+        saved = np.minimum(0.0, self.price_recomputation(path, per_byte).min(axis=0))
         sums = np.concatenate([np.zeros((len(saved), 1)), np.cumsum(saved, axis=1)], axis=1)
         priced = np.einsum("kc,kcjw->kjw", path, self.seconds) + np.einsum("bk,bjw->kjw", per_byte, self.bytes)
         return np.where(self.allowed, priced + sums[:, stop] - sums[:, start], np.inf)
@@ -589,24 +601,31 @@ class _Recomputation:
     def read_stage(self, stage: int, start: int, stop: int, again: NDArray[np.bool_]) -> tuple[Table, Table]:
         """Return the seconds of each phase (such as forward), shape ``[phases]``, and the bytes of each kind, shape
         ``[kinds]``, of one stage with the calls ``start:stop``. ``again``: whether each of the calls is recomputed in
-        full.
+        each way, shape ``[ways, calls]``.
         """
         seconds = self.seconds[stage, :, stop, stop - start - 1].copy()
-        seconds[_INPUTS] += self.again_s[stage, start:stop][again].sum()
+        seconds[_INPUTS] += self.again_s[:, stage, start:stop][again].sum()
         taken = self.bytes[:, stop, stop - start - 1].copy()
-        taken[1] -= self.freed[start:stop][again].sum()
+        taken[1] -= self.freed[:, start:stop][again].sum()
         return seconds, taken
 
     def price_recomputation(self, path: Table, per_byte: Table) -> Table:
-        """Return the seconds that full recomputation of each call adds, less the price of the bytes that it frees,
-        shape ``[stages, calls]``. It is negative where recomputation is cheaper.
+        """Return the seconds that recomputation of each call in each way adds, less the price of the bytes that it
+        frees, shape ``[ways, stages, calls]``. It is negative where recomputation is cheaper.
 
         ``path``: how often each phase (such as forward) of a stage counts, shape ``[stages, phases]``. ``per_byte``:
         the price of a byte in seconds, shape ``[kinds, stages]``; row 1 is for the activations of a microbatch whose
         backward has not begun.
         """
-        added: Table = self.again_s * path[:, _INPUTS, None] - per_byte[1][:, None] * self.freed
+        added: Table = self.again_s * path[:, _INPUTS, None] - per_byte[1][:, None] * self.freed[:, None]
         return added
+
+    def choose_recomputation(self, path: Table, per_byte: Table) -> NDArray[np.bool_]:
+        """Return whether each call is recomputed in each way, shape ``[ways, stages, calls]``: in the cheapest way, if
+        that is cheaper than its memory. The arguments are those of :meth:`price_recomputation`."""
+        added = self.price_recomputation(path, per_byte)
+        cheapest = added.argmin(axis=0)
+        return np.stack([(cheapest == way) & (of_way < 0) for way, of_way in enumerate(added)])
 
 
 __all__ = ["RankMemory", "bound_fitting_cuts"]

@@ -105,7 +105,7 @@ SLACK = 0.01  # share of the optimum that may be lost for equal stages
 class StagePlan:
     """The block calls ``start:stop`` (such as layers) of one pipeline stage, with seconds and memory. Backward
     recomputes the first ``recompute`` calls in full. If ``selective``, it also recomputes the operators of the other
-    calls that are cheap to recompute.
+    calls that are cheap to recompute, except in the last ``spared`` calls.
 
     ``start``, ``stop``: indices among the calls of the problem; ``stop`` itself is not included. Seconds are per
     microbatch: ``forward_s``; ``backward_s``, without recomputation; ``recompute_s``, the recomputation; and
@@ -128,6 +128,12 @@ class StagePlan:
     parts: tuple[StagePlan, ...] = ()
     selective: bool = False
     in_flight: float = 1.0
+    spared: int = 0
+
+    def is_selective(self, place: int) -> bool:
+        """Return whether backward recomputes only the cheap operators of the block call (such as a layer) with index
+        ``place``. The stage must not have several virtual stages."""
+        return self.selective and self.start + self.recompute <= place < self.stop - self.spared
 
     @property
     def runs(self) -> tuple[StagePlan, ...]:
@@ -327,17 +333,26 @@ def stage_plan(
 
 
 def recomputed_stage_plans(
-    tables: StageTables, stages: Counts, starts: Counts, stops: Counts, recomputed: Counts, *, in_part: bool = False
+    tables: StageTables,
+    stages: Counts,
+    starts: Counts,
+    stops: Counts,
+    recomputed: Counts,
+    *,
+    in_part: bool = False,
+    spared: Counts | None = None,
 ) -> list[StagePlan]:
     """Return the plans of several stages with fixed recomputation, one for each entry of the arrays.
 
     ``stages``: indices of the stages. ``starts``, ``stops``: the index of the first block call (such as a layer) of
     each, and the index after the last. ``recomputed``: how many of these calls, counted from the first, are recomputed
     in full. ``in_part``: recompute the other calls selectively (only operators that are cheap to recompute), if the
-    problem allows it. ``tables``: seconds and bytes of all possible stages.
+    problem allows it, except the last ``spared`` ones (``None``: none). ``tables``: seconds and bytes of all possible
+    stages.
     """
     way = (tables.slim if in_part else None) or tables
-    return _build_stage_plans(tables, way, stages, starts, stops, recomputed)
+    spared = np.zeros_like(recomputed) if spared is None else spared
+    return _build_stage_plans(tables, way, stages, starts, stops, recomputed, spared)
 
 
 def stage_plans(tables: StageTables, stages: Counts, starts: Counts, stops: Counts) -> list[StagePlan]:
@@ -353,25 +368,33 @@ def stage_plans(tables: StageTables, stages: Counts, starts: Counts, stops: Coun
         if way is None or not chosen.any():
             continue
         where = stages[chosen], starts[chosen], stops[chosen]
-        built = _build_stage_plans(tables, way, *where, way.recomputed(*where))
+        count = way.recomputed(*where)
+        built = _build_stage_plans(tables, way, *where, count, np.where(count > 0, 0, way.count_spared(*where)))
         for place, plan in zip(np.flatnonzero(chosen).tolist(), built, strict=True):
             plans[place] = plan
     return [plan for plan in plans if plan is not None]
 
 
 def _build_stage_plans(
-    tables: StageTables, way: StageTables, stages: Counts, start: Counts, stop: Counts, recomputed: Counts
+    tables: StageTables,
+    way: StageTables,
+    stages: Counts,
+    start: Counts,
+    stop: Counts,
+    recomputed: Counts,
+    spared: Counts,
 ) -> list[StagePlan]:
     """Return the plans of several stages, one for each entry of the arrays. ``way``: the tables from which their
     seconds and bytes are taken: ``tables``, or the tables for selective recomputation. ``stages``: indices of the
     stages. ``start``, ``stop``: the index of the first block call (such as a layer) of each, and the index after the
-    last. ``recomputed``: the number of first calls to recompute in full.
+    last. ``recomputed``: the number of first calls to recompute in full. ``spared``: the number of last calls that are
+    not recomputed selectively.
     """
     problem = tables.problem
     forward, of_way = way.seconds_at(stages, start, stop)
     # selective recomputation fetches fewer activations from the host
     backward = np.minimum(tables.seconds_at(stages, start, stop)[1], of_way)
-    again = of_way - backward + way.again(stages, start, recomputed)
+    again = of_way - backward + way.again(stages, start, recomputed) - way.spared_seconds(stages, stop, spared)
     before, after = tables.waits_at(stages, start, stop)
     columns = (
         stages,
@@ -383,7 +406,8 @@ def _build_stage_plans(
         again,
         before + after,
         before,
-        way.memory(stages, start, stop, recomputed),
+        way.memory(stages, start, stop, recomputed, spared),
+        spared,
     )
     return [
         StagePlan(
@@ -399,8 +423,9 @@ def _build_stage_plans(
             memory=round(memory),
             selective=way is not tables,
             in_flight=problem.in_flight(stage),
+            spared=kept,
         )
-        for stage, first, end, count, forward_s, backward_s, recompute_s, transfer_s, wait_s, memory in zip(
+        for stage, first, end, count, forward_s, backward_s, recompute_s, transfer_s, wait_s, memory, kept in zip(
             *(column.tolist() for column in columns), strict=True
         )
     ]

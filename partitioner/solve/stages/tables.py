@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from partitioner.cost.call.call_cost import CallCost
 from partitioner.errors import PlanError
 from partitioner.solve.stages.problem import StageProblem
 from partitioner.solve.stages.range_sums import segments_of
@@ -54,7 +55,9 @@ class StageTables:
     are more stages than calls.
     """
 
-    def __init__(self, problem: StageProblem) -> None:
+    def __init__(self, problem: StageProblem, keeping: StageProblem | None = None) -> None:
+        """Build the tables. ``keeping``: if ``problem`` is one under selective recomputation, the problem without it;
+        the last calls of a stage may then keep all activations. ``None``: every call does as ``problem`` says."""
         self.problem = problem
         n, p = len(problem.calls), problem.num_stages
         if p > n and not problem.may_be_empty:
@@ -77,7 +80,17 @@ class StageTables:
         self._whole_again = np.stack([np.concatenate([[0.0], np.cumsum(seconds)]) for seconds in whole])
         self._overhead = np.array([pace.overhead.forward_total_s for pace in paces])
         self.allowed = self._mask_allowed_segments()
-        self.slim = StageTables(problem.slim) if problem.slim is not None else None
+        self._kept = np.zeros(n + 1)  # bytes that calls keep in addition if they do not recompute selectively: sums
+        self._spared = np.zeros((len(different), n + 1))  # seconds of selective recomputation: sums
+        self.may_spare = (
+            keeping is not None and keeping.recompute is None and all(call.cost.slim is None for call in keeping.calls)
+        )
+        if keeping is not None and self.may_spare:
+            pairs = zip(keeping.calls, problem.calls, strict=True)
+            self._kept[1:] = np.cumsum([_count_kept_bytes(call.cost, slim.cost) for call, slim in pairs])
+            fast = {id(keeping.pace(stage)): keeping.pace(stage) for stage in range(p)}.values()
+            self._spared[:, 1:] = np.cumsum([[c.selective_s for c in pace.costs] for pace in fast], axis=1)
+        self.slim = StageTables(problem.slim, problem) if problem.slim is not None else None
 
     def with_capacity(self, capacity: Sequence[float]) -> StageTables:
         """Return the tables of the same problem with other memory. Tables that do not depend on the memory are shared
@@ -118,7 +131,7 @@ class StageTables:
             seconds = self._compute_segment_times(stages)
             if self.slim is not None:
                 slim = self.slim._compute_segment_times(stages)
-                is_slim = (slim < seconds) | always
+                is_slim = (slim < seconds * (1 - TINY)) | always
                 seconds = np.where(is_slim, slim, seconds)
                 masks = np.full((len(stages), n + 1, n + 1), always)
                 masks[:, start, stop] = is_slim
@@ -245,7 +258,40 @@ class StageTables:
             time[here, run] += self.again(stage, begin, count)
             memory = self.memory(stage, begin, end, count)
             fits[here, run] = memory <= self._capacity[stage] + ROUNDING_BYTES
+        if self.may_spare:
+            here, run = np.nonzero(measured.allowed & (measured.kept_bytes <= usable))
+            stage, begin, end = stages[here], start[run], stop[run]
+            time = time.copy()
+            time[here, run] -= self.spared_seconds(stage, end, self.count_spared(stage, begin, end))
         return np.where(fits, time, np.inf)
+
+    def count_spared(self, stage: Counts, start: Counts, stop: Counts) -> Counts:
+        """Return, for each triple of entries of the index arrays ``stage``, ``start`` and ``stop``, how many of the
+        block calls ``start:stop`` (such as layers), counted from the last, the stage need not recompute selectively to
+        fit in memory, if none is recomputed in full. All are 0 in tables without selective recomputation, and if it is
+        required."""
+        if not self.may_spare:
+            return np.zeros(np.shape(start), dtype=np.int64)
+        whole, half = self.each(start, stop, np.zeros(np.shape(start), dtype=np.int64))
+        room, capacity = np.full(np.shape(start), np.inf), self._capacity[stage]
+        closing = self.segments.closing[start]
+        for of_whole, of_half in self._counts:
+            taken = of_whole[stage] * whole + of_half[stage] * half
+            left = capacity - self._fixed_bytes_without_recompute[start, stop] - taken
+            room = np.minimum(room, left / np.maximum(of_whole[stage], TINY))
+            if closing.any():  # the moment when one of these microbatches is already freed
+                gone = np.minimum(of_whole[stage], 1.0)
+                left = capacity - self._fixed_bytes_without_working[start, stop] - closing - taken + gone * whole
+                room = np.minimum(room, left / np.maximum(of_whole[stage] - gone, TINY))
+        first = np.searchsorted(self._kept, self._kept[stop] - room * (1 - TINY), side="left")
+        return np.asarray(stop - np.clip(first, start, stop))
+
+    def spared_seconds(self, stage: Counts, stop: Counts, spared: Counts) -> Vector:
+        """Return, for each triple of entries of the arrays, the seconds per microbatch that selective recomputation of
+        the ``spared`` block calls (such as layers) before index ``stop`` takes on the stage with index ``stage``."""
+        pace = self._pace_of[stage]
+        seconds: Vector = self._spared[pace, stop] - self._spared[pace, stop - spared]
+        return seconds
 
     def short_runs(self, limit: float) -> tuple[Counts, Counts]:
         """Return two arrays: the first call, and the index after the last call, of the sequences of consecutive block
@@ -518,29 +564,46 @@ class StageTables:
         peak: Table = self._fixed_again[start, stop] + self._bound_in_flight_bytes(stage, *held)
         return self._closed(peak, stage, start, stop, *held)
 
-    def each(self, start: Counts, stop: Counts, recomputed: Counts) -> tuple[Table, Table]:
+    def each(self, start: Counts, stop: Counts, recomputed: Counts, spared: Counts | int = 0) -> tuple[Table, Table]:
         """Return the activation bytes of one microbatch on a stage of the block calls ``start:stop`` (such as layers),
         as two arrays with an entry for each pair of ``start`` and ``stop``. The first is for a microbatch whose
         backward has not begun, the second for one between the two halves of its backward. The first ``recomputed``
-        calls are recomputed in full."""
+        calls are recomputed in full; the last ``spared`` ones are not recomputed selectively."""
         cut, prefix = self.segments, self.segments.saved[0]
         made = prefix[np.minimum(start + recomputed, len(prefix) - 1)] - prefix[start]
         inputs = np.where(recomputed > 0, cut.all_inputs[start, stop], cut.saved_inputs[start, stop])
-        return inputs + np.maximum(0.0, cut.saved[start, stop] - made), inputs + cut.carried[start, stop]
+        kept = np.maximum(0.0, cut.saved[start, stop] - made) + (self._kept[stop] - self._kept[stop - spared])
+        return inputs + kept, inputs + cut.carried[start, stop]
 
-    def memory(self, stage: int | Counts, start: Counts, stop: Counts, recomputed: Counts) -> Table:
-        """Return the peak bytes of a rank that holds the block calls ``start:stop`` (such as layers) and recomputes the
-        first ``recomputed`` of them in full. The arguments are numbers or arrays, which are broadcast to the shape of
-        the result. ``stage``: index of the stage, or an array of indices.
+    def memory(
+        self, stage: int | Counts, start: Counts, stop: Counts, recomputed: Counts, spared: Counts | int = 0
+    ) -> Table:
+        """Return the peak bytes of a rank that holds the block calls ``start:stop`` (such as layers), recomputes the
+        first ``recomputed`` of them in full, and does not recompute the last ``spared`` selectively. The arguments are
+        numbers or arrays, which are broadcast to the shape of the result. ``stage``: index of the stage, or an array of
+        indices.
         """
         if not self.problem.train:
             return self.fixed_memory[start, stop]
         fixed = np.where(
             recomputed > 0, self._fixed_again[start, stop], self._fixed_bytes_without_recompute[start, stop]
         )
-        each = self.each(start, stop, recomputed)
+        each = self.each(start, stop, recomputed, spared)
         peak: Table = fixed + self._bound_in_flight_bytes(stage, *each)
         return self._closed(peak, stage, start, stop, *each)
+
+
+def _count_kept_bytes(cost: CallCost, slim: CallCost) -> float:
+    """Return the bytes that a block call (such as a layer) of ``cost`` keeps more for its backward than under selective
+    recomputation, where it has the cost ``slim``."""
+    return max(0.0, cost.saved_bytes - slim.saved_bytes + count_unread_inputs(cost))
+
+
+def count_unread_inputs(cost: CallCost) -> float:
+    """Return the bytes of the inputs that a block call (such as a layer) of ``cost`` keeps for its backward, but not
+    under selective recomputation."""
+    inputs = zip(cost.input_bytes, cost.saved_inputs, cost.selective().saved_inputs, strict=True)
+    return sum(size for size, saved, is_saved in inputs if saved and not is_saved)
 
 
 @lru_cache(maxsize=8)

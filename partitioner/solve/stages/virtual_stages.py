@@ -9,8 +9,8 @@ bound counts the recomputation that memory requires (``memory_bound.py``).
 :func:`fit_virtual_stages` chooses the recomputation of a rank once the calls of its virtual stages are known. Whole
 calls are recomputed one after the other, in the order of bytes freed per second, until the virtual stages fit together;
 a call frees more bytes if its virtual stage has more microbatches in flight. Alternatives are selective recomputation
-of one virtual stage after the other, and selective recomputation of all with whole calls in addition. The fastest one
-that fits is used, for each rank by itself.
+of one call after the other, and selective recomputation of all calls with some in full. The fastest one that fits is
+used, for each rank by itself.
 """
 
 from __future__ import annotations
@@ -139,22 +139,31 @@ def _index_plans(plans: Sequence[StagePlan]) -> tuple[Places, Places, Places]:
 
 def _in_part(tables: StageTables, plans: Sequence[StagePlan]) -> Iterator[list[StagePlan]]:
     """Yield variants of ``plans`` (the virtual stages of a rank): first without recomputation, then each time with one
-    more virtual stage recomputed selectively (only cheap operators). Stages that hold more microbatches come first,
-    since they free more memory.
+    more block call (such as a layer) recomputed selectively (only cheap operators). The calls of stages that hold more
+    microbatches come first, since they free more memory.
 
     Nothing is yielded if selective recomputation is not allowed, or if it is required for all stages. ``tables``:
     seconds and bytes of all possible stages.
     """
     if tables.slim is None or tables.problem.recompute == "selective":
         return
-    where, none = _index_plans(plans), np.zeros(len(plans), dtype=np.int64)
-    now = recomputed_stage_plans(tables, *where, none)
-    selective = recomputed_stage_plans(tables, *where, none, in_part=True)
+    now = recomputed_stage_plans(tables, *_index_plans(plans), np.zeros(len(plans), dtype=np.int64))
     yield list(now)
     order = sorted(range(len(plans)), key=lambda chunk: -tables.problem.not_begun(plans[chunk].number))
-    for chunk in order:
-        now[chunk] = selective[chunk]
+    # virtual stage, and how many of its last calls are not recomputed
+    steps = [(k, kept) for k in order for kept in _list_spared_counts(tables, plans[k].stop - plans[k].start)]
+    where, spared = _index_plans([plans[k] for k, _ in steps]), np.array([kept for _, kept in steps])
+    none = np.zeros(len(steps), dtype=np.int64)
+    built = recomputed_stage_plans(tables, *where, none, in_part=True, spared=spared)
+    for (chunk, _), plan in zip(steps, built, strict=True):
+        now[chunk] = plan
         yield list(now)
+
+
+def _list_spared_counts(tables: StageTables, num_calls: int) -> list[int]:
+    """Return, from the greatest to 0, how many of the ``num_calls`` block calls (such as layers) of a virtual stage may
+    keep all activations while its other calls are recomputed selectively."""
+    return list(range(num_calls - 1, -1, -1)) if tables.slim is not None and tables.slim.may_spare else [0]
 
 
 _MOST_IMPROVED = 0.1  # of a pipeline's seconds: better cuts saved up to 5 % on models of 32 to 126 layers
@@ -224,11 +233,9 @@ def _solve_with_recompute(
         if found and _bound_recomputed_seconds(problem, num_ranks, how) >= fastest_s:
             continue
         with suppress(CapacityError):
-            found.append(
-                _solve_virtual_stages(
-                    replace(problem, recompute=how), schedule, num_ranks, chunks, False, improved, cutoff_s
-                )
-            )
+            asked = replace(problem, recompute=how)
+            split = _solve_virtual_stages(asked, schedule, num_ranks, chunks, False, improved, cutoff_s)
+            found.append(_recompute_least(problem, split, schedule, num_ranks, chunks))
     if lacking is not None and found:
         roomy = replace(
             problem, capacity=tuple(_ENOUGH for _ in problem.capacity)
@@ -410,7 +417,8 @@ def _in_flight_sizes(tables: StageTables, plans: Sequence[StagePlan]) -> list[tu
         if way is not None and chosen.any():
             some = [plan for plan, is_chosen in zip(plans, chosen.tolist(), strict=True) if is_chosen]
             _, starts, stops = _index_plans(some)
-            sizes[:, chosen] = way.each(starts, stops, np.array([plan.recompute for plan in some]))
+            recomputed, spared = np.array([(plan.recompute, plan.spared) for plan in some]).T
+            sizes[:, chosen] = way.each(starts, stops, recomputed, spared)
     return [(begun, half) for begun, half in sizes.T.tolist()]
 
 
@@ -488,15 +496,37 @@ def set_scheduled_in_flight(
     return replace(problem, flying=flying.pairs)
 
 
-def _made_again(tables: StageTables, split: StageSplit, ranks: _VirtualStageRanks) -> StageSplit | None:
+def _recompute_least(
+    problem: StageProblem,
+    split: StageSplit,
+    schedule: str | ScheduleTable,
+    num_ranks: int,
+    chunks: int | None,
+) -> StageSplit:
+    """Return ``split``, a cut into virtual stages in which all block calls (such as layers) are recomputed, with the
+    least recomputation of ``problem`` that fits instead, if that is faster. The other arguments are those of
+    :func:`solve_virtual`."""
+    ranks = _VirtualStageRanks.of(problem, schedule, num_ranks, chunks)
+    tables = StageTables(ranks.problem)
+    made = _made_again(tables, replace(split, stages=split.virtual), ranks, always=True)
+    if made is None:
+        return split
+    joined = _join_stages_by_rank(made, ranks, ranks.memory(tables, made.stages), split.lower_bound_s)
+    return min(split, joined, key=lambda each: each.ended_s)
+
+
+def _made_again(
+    tables: StageTables, split: StageSplit, ranks: _VirtualStageRanks, *, always: bool = False
+) -> StageSplit | None:
     """Return a copy of ``split``, a cut into virtual stages, with enough recomputation for every rank to fit in memory;
     the cuts stay as they are. Return ``None`` if some rank cannot fit. ``ranks``: the virtual stages of each rank.
-    ``tables``: seconds and bytes of all possible stages."""
+    ``tables``: seconds and bytes of all possible stages. ``always``: choose the recomputation anew also for ranks that
+    fit."""
     stages = list(split.stages)
     for rank, (virtual, room) in enumerate(zip(ranks.own, ranks.capacity, strict=True)):
         taken = partial(ranks.taken, tables, rank)
         plans = [stages[k] for k in virtual]
-        if taken(plans) <= room:
+        if not always and taken(plans) <= room:
             continue
         made = fit_virtual_stages(tables, plans, taken, room)
         if made is None:

@@ -20,7 +20,7 @@ from partitioner.schedules.registry import build_timetable, ranks_of
 from partitioner.solve.stages import virtual_stages
 from partitioner.solve.stages.memory_bound import RankMemory, bound_fitting_cuts
 from partitioner.solve.stages.problem import StageProblem
-from partitioner.solve.stages.split import StagePlan, stage_plan
+from partitioner.solve.stages.split import StagePlan, recomputed_stage_plans, stage_plan
 from partitioner.solve.stages.tables import StageTables
 from partitioner.solve.stages.virtual_stages import phases_of, set_scheduled_in_flight, solve_virtual
 from tests.helpers.stage_problems import call, problem
@@ -33,6 +33,9 @@ def list_stage_plans(tables: StageTables, number: int, start: int, stop: int) ->
     ways = [stage_plan(tables, number, start, stop, again) for again in range(stop - start + 1)]
     if tables.slim is not None:
         ways += [stage_plan(tables, number, start, stop, n, in_part=True) for n in range(stop - start + 1)]
+        kept = np.arange(1, stop - start + 1)  # so many of the last calls keep what the others recompute in part
+        where = [np.full(len(kept), index) for index in (number, start, stop, 0)]
+        ways += recomputed_stage_plans(tables, *where, in_part=True, spared=kept)
     return ways
 
 

@@ -498,9 +498,10 @@ def test_recomputation_is_estimated_from_what_ranks_hold():
         return costs.estimate_seconds(free, schedule, 4, 8, 2 if schedule == "zb-v" else 1)
 
     assert seconds(88.0) == 0.0
-    assert seconds(87.0) == seconds(56.0) == 1.0  # both calls selectively: 88 - 4 x 2 x 4 = 56 bytes
+    assert seconds(87.0) == seconds(72.0) == 0.5  # one call selectively: 88 - 4 x 4 = 72 bytes
+    assert seconds(71.0) == seconds(56.0) == 1.0  # both
     assert seconds(48.0) == 3.0  # one call in full frees 40 bytes
-    assert seconds(47.0) == 1.0 + 3.0  # one selectively and one in full
+    assert seconds(47.0) == 1.0 + 3.0  # both selectively, and one of them in full
     assert seconds(31.0) == 6.0 and seconds(8.0) == 6.0
     assert seconds(7.0) == math.inf  # inputs take 4 x 2 x 1 bytes
     # the last rank of zb-v holds seven half done microbatches, whose bytes recomputation does not free

@@ -256,9 +256,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
     @classmethod
     def _in_order(cls, given: Any) -> Any:
         """Return the kinds of data to offload as a tuple in a fixed order. ``given``: a text such as
-        ``"optimizer+activations"``, ``"none"``, or a collection of kinds. With parameters or disk among them, the
-        optimizer is added. Raise a pydantic error for an unknown kind.
-        """
+        ``"optimizer+activations"``, ``"none"``, or a collection of kinds. ``optimizer`` is added if ``parameters`` or
+        ``disk`` is among the kinds. Raise a pydantic error for an unknown kind."""
         if isinstance(given, str):
             given = () if given == "none" else given.split("+")
         if given is None or not isinstance(given, Collection) or not all(isinstance(kind, str) for kind in given):

@@ -57,7 +57,7 @@ class InfeasibleError(PartitionError):
     once they are known.
     """
 
-    _least_conflict = 2  # constraints of a conflict that is told; the message is about a single one already
+    _least_conflict = 2  # a conflict of fewer constraints is not listed: the message names it already
 
     def __init__(self, message: str, *, advise: Callable[[], Advice] | None = None) -> None:
         super().__init__(message)

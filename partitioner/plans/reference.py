@@ -1,4 +1,4 @@
-"""The reference of a verification: the unmodified model, run eagerly in one process, in float64 if asked."""
+"""The reference of a verification: the unmodified model, run eagerly in one process, in float64 on request."""
 
 from __future__ import annotations
 
@@ -196,8 +196,7 @@ def _run_operator(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 class _ByPlace(TorchFunctionMode):
     """A torch mode in which each call of a function with dropout draws from a stream of random numbers of its own, as
     in the programs of plans. Streams are numbered in the order of calls. ``seed``: seed of the streams. ``group``:
-    number of the group of samples on which the model runs; each group draws other numbers.
-    """
+    index of the group of samples on which the model runs; random numbers differ by group."""
 
     def __init__(self, seed: int, group: int) -> None:
         super().__init__()
@@ -392,7 +391,7 @@ def run_reference(
         loss: computes the loss from the model's result; ``None`` if the result contains it.
         train: whether to run a backward, too, for the gradient of every parameter.
         double: run a copy of the model in float64; otherwise run ``model`` as it is.
-        seed: seed of the random operators. Each of their calls draws from a stream of its own, as in plans.
+        seed: seed of the random operators. Each call of such an operator draws from its own stream, as in plans.
         group: if a batch is run as several groups of samples one after the other: index of the group that ``inputs``
             are. Each group draws other random numbers. 0 for a whole batch.
         buffers: initial values of buffers, parameters and ``counters``; ``None``: those of the model.
@@ -425,8 +424,8 @@ class _ReferenceRun:
 
     ``model``: the model. ``inputs``: one global batch. ``loss``: computes the loss from the result; ``None`` if the
     result contains it. ``train``: whether to run a backward. ``planned``: the floating type of the plan if the model
-    runs in float64; ``None`` if the model runs in its own type. ``seed``: seed of random operators. ``group``: number
-    of the group of samples in ``inputs``, by which random numbers differ. ``buffers``: initial values of buffers.
+    runs in float64; ``None`` if the model runs in its own type. ``seed``: seed of random operators. ``group``: index of
+    the group of samples in ``inputs``; random numbers differ by group. ``buffers``: initial values of buffers.
     ``counters``: names of attributes that are Python numbers and count as buffers.
     """
 
@@ -614,9 +613,8 @@ def _is_tensor_unchanged(held: Tensor, before: Tensor | None) -> bool:
 
 
 def find_loss(output: Any) -> Tensor | None:
-    """Return the loss in ``output``, a model's result: its ``loss``, or else its only tensor. ``None`` if there is no
-    such tensor, or if it is no scalar.
-    """
+    """Return the loss in ``output``, a model's result: its attribute ``loss``, or else its only tensor. ``None`` if
+    there is no such tensor, or if the tensor is not a scalar."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(output, Tensor) or not isinstance(found, Tensor):
         leaves = pytree.tree_leaves(convert_to_containers(output))

@@ -115,8 +115,8 @@ class StageComparison:
 
 def compare_steps(plan: Plan, spans: Sequence[TraceSpan]) -> list[RenderableType]:
     """Return a comparison of the predicted step of ``plan`` with a measured one, as texts and tables of the library
-    rich: by stage, by kind of work, and the instructions that differ most. ``spans``: the measured instructions of all
-    ranks.
+    rich: one table by stage, one by kind of work, and one of the instructions that differ most. ``spans``: the measured
+    instructions of all ranks.
 
     Raise :class:`PlanError` if the measurement is from a different plan.
     """

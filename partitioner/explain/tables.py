@@ -90,12 +90,11 @@ def notes_on_precision(
     scaling: Scaling | None = None,
     program: Program | None = None,
 ) -> tuple[str, ...]:
-    """Return notes for the user, one sentence each: with ``scaling``, which products of ``model`` are not in fp8, or
-    NVFP4; for ``fp32`` on GPUs, that plans ignore the setting ``torch.set_float32_matmul_precision`` of this process.
-    ``topology``: the devices that the plan is for. ``scaling``: which numbers share a scale in fp8 or NVFP4, or
-    ``None`` if nothing is in them. ``program``:
-    the plan's program (instructions and graphs of all ranks), or ``None`` if the plan only has estimates.
-    """
+    """Return notes for the user, one sentence each. If ``scaling`` is given, they name the products of ``model`` that
+    are not in fp8 or NVFP4. If ``precision`` is ``fp32`` on GPUs, a note says that plans ignore the setting
+    ``torch.set_float32_matmul_precision`` of this process. ``topology``: the devices that the plan is for. ``scaling``:
+    which numbers share a scale in fp8 or NVFP4, or ``None`` if nothing is in them. ``program``: the plan's program
+    (instructions and graphs of all ranks), or ``None`` if the plan only has estimates."""
     import torch  # imported late: the report of a plan does not need it
 
     from partitioner.cost.call.fp8 import notes_on_fp8
@@ -372,9 +371,8 @@ def build_figure_grid(plan: Plan, time: str) -> Padding:
 
 
 def execution_text(plan: Plan) -> str:
-    """Return how ranks execute instructions, such as ``compiled between collectives``, empty for one operator after
-    another: as the constraints of ``plan`` say, or else as the estimates assume.
-    """
+    """Return a text on how ranks execute instructions, such as ``compiled between collectives``; empty if they run one
+    operator after another. The constraints of ``plan`` decide, or else the assumption of its estimates."""
     assumed = "compiled" if plan.profile.fused_kernels else "eager"
     given = plan.constraints.execution if plan.profile.name == OURS.name else None
     return _EXECUTION[given or assumed]
@@ -448,8 +446,8 @@ def find_fewer_devices(plan: Plan) -> Baseline | None:
 
 
 def find_offload_alternative(plan: Plan) -> Baseline | None:
-    """Return the plan with optimizer states in host memory that the search found beside ``plan``, which has no offload;
-    ``None`` if there is none."""
+    """Return the plan with optimizer states in host memory that the search found in addition to ``plan``, which has no
+    offload; ``None`` if there is none."""
     found = (b for b in plan.certificate.baselines if b.offload and not plan.offload and read_baseline_seconds(b))
     return next(found, None)
 
@@ -542,10 +540,9 @@ def sharing_text(plan: Plan) -> str:
 
 def _format_expert_sharding(plan: Plan, ranks: int) -> str:
     """Return a clause that says over how many ranks the parameters, gradients and optimizer states of experts are
-    sharded in ``plan``. Only ranks with the same experts can divide their weights and optimizer states among each
-    other. The clause is empty if the number is ``ranks``, the number of ranks for all other parameters, or if experts
-    are not distributed over ranks.
-    """
+    sharded in ``plan``. (Only ranks with the same experts can shard them among each other.) The clause is empty if the
+    number is ``ranks``, the number of ranks that shard all other parameters, or if experts are not distributed over
+    ranks."""
     chosen, ep = plan.chosen, plan.mesh.get("ep", 1)
     parts = hybrid_mesh(plan.mesh, chosen.etp, chosen.dp_shard)
     shared, replicas = parts["edp_shard"], parts["edp_replicate"]

@@ -57,7 +57,7 @@ _TASKS: dict[str, tuple[tuple[str, Labels], ...]] = {
     "contrastive": (("ZERO_SHOT_IMAGE_CLASSIFICATION", "pairs"),),
     "text": (("SEQUENCE_CLASSIFICATION", "class"), ("TOKEN_CLASSIFICATION", "classes")),
 }
-_HEADS = "text"  # the task of classifiers on models of texts: of no type unless it has no other, or they are named
+_HEADS = "text"  # task of classifiers of text; chosen only if a type has no other task or the configuration names a classifier
 _SAMPLES = 8  # samples for each device if no number is given
 _MOST_MODULES = 1_000_000
 _MOST_SECONDS = 300.0  # seconds for building a model without memory
@@ -71,8 +71,8 @@ class PretrainedModel:
         model: the model, in training mode, or in evaluation mode if it is for inference; on the meta device, without
             values, unless ``load_pretrained`` was called with ``values=True``.
         inputs: one batch that the model accepts, by argument name.
-        task: what it is trained for: ``causal``, ``seq2seq``, ``masked``, ``image``, ``audio``, ``contrastive`` or
-            ``text``; ``inference`` for a class that is planned without a loss because none of these is its task.
+        task: what the model is trained for: ``causal``, ``seq2seq``, ``masked``, ``image``, ``audio``, ``contrastive``
+            or ``text``; ``inference`` for a class that is planned without a loss because none of these is its task.
         weights: the folder with all of the model's weights as safetensors; ``None`` if there are none, or if the model
             has adapters, whose weights are in no folder.
         longest: the longest sample in tokens, from the number of positions of the model; ``None`` if it has no limit,
@@ -116,7 +116,8 @@ def load_pretrained(
             many as the model has positions.
         batch: samples of the batch.
         task: what the model is trained for, such as ``causal``. ``None``: the task of the class in the configuration's
-            ``architectures``, or else the task that follows from its type, ``is_encoder_decoder`` and ``is_decoder``.
+            ``architectures``, or else the task that follows from the model type and from ``is_encoder_decoder`` and
+            ``is_decoder``.
         lora: train low-rank adapters only, as ``"r=16,alpha=32,targets=q_proj+v_proj"``; ``None``: train all weights.
         objective: ``train``: the batch has labels; ``infer``: it has none, and the model is in evaluation mode.
         values: give the model real weights, from the safetensors files beside ``config.json`` if there are any, else
@@ -193,8 +194,8 @@ def _check_layer_drop(found: Configuration, name: str) -> None:
 
 def _note_bypassed(bypassed: Sequence[str], lora: Lora | None) -> str:
     """Return a sentence for the user on the layers that get no adapters because the model reads their weights without
-    calling them. ``bypassed``: their paths. Raise :class:`PretrainedError` if ``lora`` names them.
-    """
+    calling them. ``bypassed``: the paths of these layers. Raise :class:`PretrainedError` if ``lora`` names one of them
+    as a target."""
     names = list(dict.fromkeys(path.rpartition(".")[2] for path in bypassed))
     asked = [name for name in names if lora is not None and name in lora.targets]
     if asked:
@@ -255,8 +256,8 @@ class ModelChoice:
     Attributes:
         name: name of the class in transformers.
         labels: kind of its labels, such as ``tokens``.
-        task: what it is trained for, such as ``causal``.
-        why: why it was chosen: a clause for the user.
+        task: what the class is trained for, such as ``causal``.
+        why: why the class was chosen: a clause for the user.
         notes: sentences for the user about a choice that the configuration leaves open.
     """
 
@@ -325,8 +326,8 @@ def _choose_class(found: Configuration, asked: str | None, objective: str = "tra
 def _follow_type(found: Configuration, every: list[tuple[str, Labels, str]]) -> tuple[tuple[str, Labels, str], str]:
     """Choose a model class by the type of the model. Return two values: the class, as one of ``every``, and the reason
     as a clause. ``every``: the possible classes, each as (name, kind of labels, task). ``found``: the model's
-    transformers configuration. Raise :class:`PretrainedError`, with the tasks to choose from, if the type decides for
-    none."""
+    transformers configuration. Raise :class:`PretrainedError`, with the tasks to choose from, if the type does not
+    decide."""
     from transformers.models.auto import modeling_auto
 
     config, kind = found.config, found.config.model_type

@@ -1,4 +1,4 @@
-"""The input of ``check``: the plain model, how it is distributed, and one step of it."""
+"""The input of ``check``: the plain model, how it is distributed, and one training step."""
 
 from __future__ import annotations
 

@@ -116,8 +116,7 @@ def takes_constraints(ctx: Any) -> bool:
 
 def _is_of_the_command_line(error: Exception) -> bool:
     """Return whether the command line itself reports ``error``: an ``OSError``, or an exception with which typer ends a
-    command. Other exceptions are converted to errors of this project.
-    """
+    command. Other exceptions are converted to errors of this project before they are reported."""
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in ("click", "typer")
 
 

@@ -277,7 +277,8 @@ class BackgroundWorker(Generic[K, R]):
         return next((place for place in ordered if among is None or self._keys[place] in among), None)
 
     def pause(self, is_paused: bool) -> None:
-        """If ``is_paused`` is true, let the forked process begin no further tasks; otherwise, let it begin tasks again."""
+        """If ``is_paused`` is true, let the forked process begin no further tasks; otherwise let it begin tasks
+        again."""
         self._is_paused[0] = is_paused
 
     def _stop_helper(self) -> None:

@@ -57,7 +57,7 @@ _TASKS: dict[str, tuple[tuple[str, Labels], ...]] = {
     "contrastive": (("ZERO_SHOT_IMAGE_CLASSIFICATION", "pairs"),),
     "text": (("SEQUENCE_CLASSIFICATION", "class"), ("TOKEN_CLASSIFICATION", "classes")),
 }
-_HEADS = "text"  # task of classifiers of text; chosen only if a type has no other task or the configuration names a classifier
+_HEADS = "text"  # task of text classifiers; it needs a type without another task, or a configuration that names one
 _SAMPLES = 8  # samples for each device if no number is given
 _MOST_MODULES = 1_000_000
 _MOST_SECONDS = 300.0  # seconds for building a model without memory

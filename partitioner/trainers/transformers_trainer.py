@@ -39,7 +39,7 @@ EVALUATION = "eval"  # name of the plan's program that evaluates
 ITEMS = "num_items_in_batch"  # input of models that divide the sum of their loss by it
 STATE = "engine"  # folder of the engine's state in a checkpoint
 
-# Methods of ``Trainer`` that are replaced here. A ``Trainer`` whose loop does not call them would train without the plan.
+# Methods of ``Trainer`` that are replaced here. If its loop did not call them, it would train without the plan.
 _REPLACED = """
     _get_dataloader _clip_grad_norm _get_grad_norm _get_num_items_in_batch _track_num_input_tokens _wrap_model
     _move_model_to_device _save_optimizer_and_scheduler _save_rng_state _load_from_checkpoint

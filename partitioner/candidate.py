@@ -16,10 +16,10 @@ Split = Literal["", "rows", "within"]  # how tp divides the experts' work: "": a
 
 
 def split_of(tp: int, ep: int, etp: int) -> Split:
-    """Return how the matrix products of experts are divided over the ranks of the mesh axis ``tp``: ``"rows"`` means
-    that each rank has all weights of its experts and processes other tokens than the other ranks; ``"within"`` means
-    that each expert is sharded over the ranks. Return ``""`` if one of the axes has a single rank, or if ``etp`` is
-    neither 1 nor ``tp``, which the runtime cannot execute.
+    """Return a word for the way in which the ranks of the mesh axis ``tp`` divide the matrix products of experts.
+    ``"rows"``: each rank has all weights of its experts, and processes a part of the tokens. ``"within"``: each expert
+    is sharded over the ranks. ``""``: one of the axes has a single rank, or ``etp`` is neither 1 nor ``tp``, which the
+    runtime cannot execute.
 
     ``tp``, ``ep``: numbers of ranks of tensor and expert parallelism. ``etp``: ranks over which one expert is sharded;
     0 means ``tp``.

@@ -320,8 +320,8 @@ def largest_that_fits(
 
     Args:
         model: a module that ``torch.export`` accepts, or an exported program. ``topology``: the cluster.
-        inputs: a sample of the batch, as a tuple or dict of arguments. Dim 0 is the batch. The second of two or three
-            dims is the sequence; its content is repeated to make it longer.
+        inputs: a sample of the batch, as a tuple or dict of arguments. Dim 0 is the batch. In inputs of two or three
+            dims, dim 1 is the sequence; its content is repeated to make it longer.
         of: what is enlarged: ``sequence`` (tokens of a sample) or ``microbatch`` (samples that a rank processes at a
             time; the global batch is then one microbatch per device).
         most: largest size to try.
@@ -578,12 +578,12 @@ def check_fit(
         model: a module that ``torch.export`` accepts, or an exported program. ``topology``: the cluster.
         inputs: one global batch, as a tuple or dict of arguments.
         tokens: tokens of the training run; ``None``: no run is computed.
-        price: US dollars for one device and hour; ``None``: that of the hardware file.
+        price: US dollars for one device and hour; ``None``: the price in the hardware file.
         longest: the longest sequence that the model takes, which is tried first; ``None``: 1,048,576 tokens.
         constraints: choices that the user fixes, such as ``Constraints(tp=8)``.
         more: further arguments of :func:`partitioner.partition`.
 
-    Raises the errors of :func:`partitioner.partition` besides :class:`CapacityError`, and those of
+    Raises the errors of :func:`partitioner.partition` except :class:`CapacityError`, and the errors of
     ``Plan.training_run``.
     """
     if price is not None and tokens is None:

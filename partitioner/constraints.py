@@ -326,9 +326,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
     @property
     def meaning(self) -> Constraints:
         """Return constraints with only those fields that change the results of a step and not just its speed; all other
-        fields have their defaults. These are ``couple`` and ``microbatch_size`` if samples interact (as in batch norm)
-        only within a microbatch; otherwise none.
-        """
+        fields have their defaults. If samples interact (as in batch norm) only within a microbatch, these fields are
+        ``couple`` and ``microbatch_size``; otherwise there are none."""
         if self.couple == "batch":
             return Constraints()
         return Constraints(couple=self.couple, microbatch_size=self.microbatch_size)
@@ -336,8 +335,7 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
     @property
     def pinned(self) -> dict[str, int]:
         """Return the mesh sizes that the user fixed: name of the axis -> size. The axis ``ep`` is left out: its ranks
-        are taken from the other axes, so it is no factor of the number of ranks.
-        """
+        are taken from the other axes, so ``ep`` is not a factor of the number of ranks."""
         return {axis: value for axis in AXES if axis != "ep" and (value := getattr(self, axis)) is not None}
 
     def fixes_mesh(self, world_size: int) -> bool:

@@ -605,13 +605,13 @@ class Plan(Data):
             return verify(self.select_program(program), model, inputs, loss)
 
     def select_program(self, name: str | None) -> Plan:
-        """Return a plan whose only program is the program ``name`` of this plan; this plan itself for ``None``. Besides
+        """Return a copy of this plan whose only program is ``name``; for ``None``, return this plan itself. (Besides
         its main program, a plan may have further programs on the same weights, for evaluation or for other batch
-        shapes. The result has the step time and the peak memory of that program. It keeps the other figures of this
+        shapes.) The copy has the step time and the peak memory of that program. It keeps the other figures of this
         plan's estimate, and this plan's certificate (how far the plan can be from the optimum).
 
-        ``name``: a key of :attr:`further`, or the name that the main program has by the shape of its batches, such as
-        ``step 8x4096``. Raise :class:`PlanError` for another name.
+        ``name``: a key of :attr:`further`, or the name of the main program, which is its batch shape, such as ``step
+        8x4096``. Raise :class:`PlanError` for another name.
         """
         if name is None:
             return self

@@ -206,9 +206,9 @@ def rate_cluster(topology: Topology, precision: str, margin: float = 0.0) -> Top
 
 
 def precision_of(model: FoldedModel, asked: str | None = None) -> str:
-    """Return the precision in which ``model`` is planned: ``asked`` if that is ``fp8``, ``nvfp4`` or ``tf32``,
-    otherwise that of most elements of its parameters and buffers, such as ``bf16``. Return ``fp32`` if none of them is
-    floating-point."""
+    """Return the precision in which ``model`` is planned. If ``asked``, the user's request, is ``fp8``, ``nvfp4`` or
+    ``tf32``, return it. Otherwise return the precision of most elements of the parameters and buffers, such as
+    ``bf16``; if no parameter or buffer is floating-point, return ``fp32``."""
     if asked in _AROUND:
         return asked
     sizes: Counter[str] = Counter()

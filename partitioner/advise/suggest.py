@@ -79,9 +79,9 @@ def attach_advice(asked: RelaxationRequest) -> Iterator[None]:
 
 
 def find_advice(asked: RelaxationRequest, short_of_memory: bool, seconds: float = math.inf) -> Advice:
-    """Return why the job ``asked`` (a model to be planned on a cluster) has no plan: the constraints of the user that
-    conflict, and the changes with the least effort for the user that make a plan possible. Both are empty if the
-    request itself is invalid.
+    """Return advice on the job ``asked`` (a model to be planned on a cluster), which has no plan: the constraints of
+    the user that conflict, and the changes with the least effort for the user that make a plan possible. Both are empty
+    if the request itself is invalid.
 
     ``short_of_memory``: whether missing memory is the reason that there is no plan. ``seconds``: approximate time limit
     of the search.

@@ -100,10 +100,9 @@ def is_pin_changed(constraints: Constraints, pin: str, candidate: MeshCandidate)
 
 
 def measure_pin_distance(constraints: Constraints, pin: str, candidate: MeshCandidate) -> float:
-    """Return how far the value that ``candidate`` has for the constraint named ``pin`` is from the user's value: half
-    of the absolute base-2 logarithm of the ratio of both; 0 if they are not whole numbers. ``candidate``: mesh sizes,
-    microbatch size, schedule and ZeRO stage. ``constraints``: the choices that the user fixed.
-    """
+    """Return the distance between the value that ``candidate`` has for the constraint named ``pin`` and the user's
+    value: half of the absolute base-2 logarithm of their ratio; 0 if the values are not whole numbers. ``candidate``:
+    mesh sizes, microbatch size, schedule and ZeRO stage. ``constraints``: the choices that the user fixed."""
     old, new = getattr(constraints, pin, None), getattr(candidate, pin, None)
     if not isinstance(old, int) or not isinstance(new, int):
         return 0.0

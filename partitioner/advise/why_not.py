@@ -44,10 +44,9 @@ def format_asked_constraints(asked: Mapping[str, Any]) -> str:
 
 
 def check_asked(plan: Plan, merged: Constraints) -> None:
-    """Check whether any layout that the planner searches can satisfy the constraints ``merged`` for the job (model,
-    cluster and batch) of ``plan``. If none can, raise the error that ``partition`` would raise. ``merged``: the plan's
-    constraints, some of them replaced.
-    """
+    """Raise the error that ``partition`` would raise if no layout that the planner searches can satisfy the constraints
+    ``merged`` for the job (model, cluster and batch) of ``plan``. ``merged``: the plan's constraints, some of them
+    replaced."""
     train = plan.objective == "train"
     check_request(plan.topology, merged, plan.optimizer, train, plan.profile)
     merged.check(plan.world_size, plan.global_batch or None)
@@ -217,8 +216,8 @@ def why_not(
     with ``model``, ``inputs`` and ``loss`` as they were given to ``partition``. If ``model`` is ``None``, the answer
     says only what the plan shows.
 
-    ``asked``: name of a constraint -> value. Raise :class:`ConstraintError` for unknown constraints or none at all, and
-    :class:`InputsError` if the model is not the plan's.
+    ``asked``: name of a constraint -> value. Raise :class:`ConstraintError` for unknown constraints or if ``asked`` is
+    empty, and :class:`InputsError` if the model is not the plan's.
     """
     if not asked:
         raise ConstraintError("no constraint is given; expected at least one, like tp=8 or pp=2, schedule='gpipe'")

@@ -353,12 +353,13 @@ class CauseFinder:
         return None
 
     def _match_blocks(self, given: Tensor, expected: Tensor, dim: int, count: int, scale: float) -> list[int] | None:
-        """Return in which order a gradient has the blocks of the right gradient: for each of ``count`` equal blocks of
-        ``given`` along ``dim``, the index of the equal block of ``expected``. Return ``None`` if a block has none.
+        """Return the order of the blocks in a wrong gradient: for each of ``count`` equal blocks of ``given`` along
+        ``dim``, the index of the equal block of ``expected``. Return ``None`` if a block has none.
 
         ``given``: the gradient on one rank, NaN where the rank holds no elements; blocks of NaN are skipped.
         ``expected``: the right gradient, of the same shape. ``scale``: largest absolute element of the right gradient,
-        to which the rounding error is relative."""
+        to which the rounding error is relative.
+        """
         blocks = expected.chunk(count, dim)
         order = []
         for block in given.chunk(count, dim):
@@ -516,7 +517,7 @@ def _split_equal_weights(means: Mapping[int, float], pieces: Sequence[int]) -> i
     Return the number of groups; ``None`` if the weights do not show this.
 
     ``means``: index of a sample (or part of the sequence) in the batch -> its weight in the gradient, 1 if right.
-    ``pieces``: the indices of all samples (or parts), also of those that have no target and therefore no weight. If
+    ``pieces``: the indices of all samples (or parts), including samples that have no target and therefore no weight. If
     group i of n groups has the fraction f_i of all targets, the mean of means gives it the weight 1 / (n f_i). The
     fractions add up to 1, so the inverse weights of the groups add up to n.
     """

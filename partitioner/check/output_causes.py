@@ -46,9 +46,8 @@ def name_output_cause(expected: Tensor, given: Sequence[Tensor], world_size: int
 
 
 def _match_blocks(given: Tensor, expected: Tensor, dim: int, count: int) -> list[int] | None:
-    """Return in which order ``given`` has the blocks of ``expected``: for each of ``count`` equal blocks along ``dim``,
-    the index of the equal block of ``expected``. Return ``None`` if a block has none.
-    """
+    """Return the order of the blocks of ``given``: for each of ``count`` equal blocks along ``dim``, the index of the
+    equal block of ``expected``. Return ``None`` if a block has none."""
     blocks = expected.chunk(count, dim)
     order = [next((i for i, b in enumerate(blocks) if _is_equal(g, b)), -1) for g in given.chunk(count, dim)]
     return None if -1 in order else order

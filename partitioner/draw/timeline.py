@@ -81,9 +81,8 @@ LOOKS: dict[str, OperationStyle] = {
 
 
 def look_of(instruction: Instruction) -> OperationStyle | None:
-    """Return how ``instruction`` is drawn in a timeline: its lane (line within the row of the stage), colours and
-    texts. ``None`` if it is not drawn, because it takes no time of its own.
-    """
+    """Return the style in which ``instruction`` is drawn in a timeline: its lane (line within the row of the stage),
+    colours and texts. ``None`` if it is not drawn, because it takes no time of its own."""
     return LOOKS.get(instruction.word)
 
 
@@ -201,9 +200,8 @@ def find_repeated_parts(program: Program, bars: Sequence[Bar]) -> tuple[Fold, ..
 
 
 def get_bar_style(bar: Bar) -> OperationStyle:
-    """Return how ``bar``, the box of one instruction, is drawn: its lane (line within the row of the stage), colours
-    and texts. Its instruction must be of a kind that is drawn.
-    """
+    """Return the style in which ``bar``, the box of one instruction, is drawn: its lane (line within the row of the
+    stage), colours and texts. Its instruction must be of a kind that is drawn."""
     look = look_of(bar.instruction)
     assert look is not None, bar.instruction
     return look

@@ -1,6 +1,6 @@
 """Choose the parts of a timeline that are not drawn, and map times to a pixel axis that leaves them out.
 
-Equal periods are drawn once. If the rest is still too long, the middle of the step is left out.
+Equal periods are drawn once. If the step is still too long, its middle is left out.
 
 A period begins with an anchor: the forward (or backward) of the next microbatch, or of the next layer, on the busiest
 stage. Two periods are equal if all stages run equal instructions at equal times after the anchor. Microbatches, calls

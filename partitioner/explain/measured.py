@@ -252,9 +252,8 @@ def _describe_differences(stages: Sequence[StageComparison], kinds: Sequence[Sta
 
 
 def _format_time_ratio(predicted: float, measured: float) -> str:
-    """Return how a measured time compares with a predicted one as text, such as ``1.20 times as long``. ``predicted``,
-    ``measured``: seconds.
-    """
+    """Return a text that says how a measured time compares with a predicted one, such as ``1.20 times as long``.
+    ``predicted``, ``measured``: seconds."""
     return f"{measured / predicted:.2f} times as long" if predicted else "nothing was predicted"
 
 

@@ -1,7 +1,7 @@
 """Say which layers each pipeline stage runs, in a few lines even for many stages with many virtual stages.
 
 Calls of one stage with the same block and the same notes are one entry with the numbers of their layers. If there are
-many stages, those with the same entries share a line without these numbers.
+many stages, stages with equal entries share a line without these numbers.
 """
 
 from __future__ import annotations

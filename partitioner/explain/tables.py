@@ -222,8 +222,8 @@ _SAME = 1e-3  # fraction of a step: less is no difference
 
 
 def is_barred(candidate: Candidate) -> bool:
-    """Return whether there is no plan for ``candidate``, a layout (mesh, microbatch size, schedule, ZeRO stage) that
-    the search for a plan examined, and the reason is not a lack of memory, but for example a size that does not divide.
+    """Return whether ``candidate`` has no plan for another reason than a lack of memory, such as a size that does not
+    divide. ``candidate``: a layout (mesh, microbatch size, schedule, ZeRO stage) that the search for a plan examined.
     """
     return candidate.status == "infeasible" and candidate.missing is None
 
@@ -257,10 +257,9 @@ def _get_status(candidate: Candidate, certificate: Certificate) -> str:
 
 
 def describe_tried_rows(certificate: Certificate, bound: str) -> str:
-    """Return a note, below a table of layouts, on those that were tried and have a lower bound on the step time below
-    the step time of the chosen plan; empty if there are none. ``certificate``: the results of the search. ``bound``:
-    the title of the column with the lower bounds.
-    """
+    """Return a note, below a table of layouts, on the layouts that were tried and whose lower bound on the step time is
+    below the step time of the chosen plan; empty if there are no such layouts. ``certificate``: the results of the
+    search. ``bound``: the title of the column with the lower bounds."""
     if not any(row.status == "solved" and row.bound < certificate.objective for row in certificate.candidates):
         return ""
     return (
@@ -685,10 +684,9 @@ def cut_off(certificate: Certificate) -> str:
 
 
 def candidate_counts(certificate: Certificate) -> str:
-    """Return how many layouts (mesh, schedule, ZeRO stage) the search examined and what it found for them, for example
-    ``24 layouts: 1 chosen; 3 tried and slower; 20 ruled out by lower bounds on their time``; empty if no layouts are
-    listed. ``certificate``: the results of the search.
-    """
+    """Return a text that says how many layouts (mesh, schedule, ZeRO stage) the search examined, and what it found for
+    these layouts, for example ``24 layouts: 1 chosen; 3 tried and slower; 20 ruled out by lower bounds on their time``;
+    empty if no layouts are listed. ``certificate``: the results of the search."""
     if not certificate.candidates:
         return ""
     known = Counter(_get_status(c, certificate) for c in certificate.candidates)
@@ -1003,8 +1001,7 @@ def _explain_without_axis(plan: Plan, axis: str, words: str, size: int = 1) -> I
 
 
 def _format_change(seconds: float, chosen: float) -> str:
-    """Return how a step of ``seconds`` compares with the plan's step of ``chosen`` seconds as text, such as ``5.0%
-    more``.
-    """
+    """Return a text that says how a step of ``seconds`` compares with the plan's step of ``chosen`` seconds, such as
+    ``5.0% more``."""
     change = seconds / chosen - 1 if chosen else 0.0
     return f"{format_percent(abs(change))} {'more' if change >= 0 else 'less'}"

@@ -53,7 +53,7 @@ def read_words(text: str) -> CommandLine:
     """Return the words of a Megatron-LM command. ``text``: the command line, or a shell script that contains it.
 
     In a script, the command is the last one that has options and starts a Python script or module. If there is no such
-    command, the words of all commands with options are returned, or else those of all variables and arrays with
+    command, the words of all commands with options are returned, or else the words of all variables and arrays with
     options. Raise :class:`LayoutError` for an unbalanced quote.
     """
     script = ShellScript(_PLACEHOLDER.sub(lambda found: found[0].replace(" ", "_"), text))

@@ -78,8 +78,8 @@ class Prediction:
 
     @property
     def gain(self) -> float | None:
-        """Return the step time of the other framework's layout divided by that of this project's own plan; ``None``
-        without that plan."""
+        """Return the step time of the other framework's layout divided by the step time of this project's own plan;
+        ``None`` if there is no such plan."""
         return self.step_time / self.ours.estimate.step_time if self.ours is not None else None
 
     def __str__(self) -> str:

@@ -290,8 +290,8 @@ def _take_renamed(options: Options, name: str, older: str, default: int) -> int:
 
 
 def _list_own_fields(nested: Mapping[str, Any], flat: Mapping[str, Any], known: Collection[str]) -> set[str]:
-    """Return the options of a torchtitan configuration that its class adds to those of torchtitan's ``Trainer.Config``.
-    The set is empty for ``Trainer.Config`` itself, whose unknown options are misspelt.
+    """Return the options of a torchtitan configuration that its class adds to the options of torchtitan's
+    ``Trainer.Config``. The set is empty for ``Trainer.Config`` itself, whose unknown options are misspelt.
 
     ``nested``: the configuration, with sections as inner mappings and the name of its class, if it was read from
     Python. ``flat``: the same options as ``section.name`` -> value. ``known``: the options and sections of torchtitan.

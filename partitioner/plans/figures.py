@@ -65,9 +65,8 @@ class DeviceMemory:
 
 
 def device_memory(plan: Plan, rank: int) -> DeviceMemory:
-    """Return how the memory of the device of ``rank`` is divided between the driver, communication groups, the margin
-    and ``plan``.
-    """
+    """Return an object that says how the memory of the device of ``rank`` is divided between the driver, communication
+    groups, the margin and ``plan``."""
     device = plan.topology.devices[plan.devices[rank]]
     groups = num_communicators(plan.mesh) * plan.topology.types[device.kind].communicator
     margin = margin_bytes(device.usable, plan.constraints.memory_margin)

@@ -47,7 +47,7 @@ def run_groups(
     dim are concatenated. Each group starts with the buffers that the previous one left. ``loss``: computes the loss
     from the model's result; ``None`` if the result contains it. ``counters``: names of attributes that are Python
     numbers; they are passed from group to group like buffers. ``precision``: name of the dtype that the plan computes
-    in, such as ``bf16``; ``None``: that of the model's parameters. The model computes in float64 all the same, but
+    in, such as ``bf16``; ``None``: the dtype of the model's parameters. The model computes in float64 in any case, but
     ``torch.finfo`` gives the limits of this dtype, and numbers in the model's code are rounded to it, as in the plan.
     """
     dims = {i.path: i.batch_dim for i in program.inputs}

@@ -1,6 +1,6 @@
 """Read the configuration of a model: a folder with a ``config.json``, such a file, or a name on the Hugging Face hub.
 
-Nothing in a configuration is executed. One that asks for code of its own is refused.
+Nothing in a configuration is executed. A configuration that names its own Python code is refused.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def import_transformers() -> Any:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Return a context in which transformers prints neither warnings nor progress. Its exceptions are raised as
-    usual."""
+    """Return a context manager within which transformers prints neither warnings nor progress. Its exceptions are
+    raised as usual."""
     logs = import_transformers().utils.logging
     before, bar = logs.get_verbosity(), logs.is_progress_bar_enabled()
     logs.set_verbosity_error()
@@ -176,11 +176,11 @@ def _parse_configuration(
     data: dict[str, Any], source: str, folder: Path | None, preprocessor: Mapping[str, Any]
 ) -> Configuration:
     """Return the configuration that ``data``, the content of a ``config.json``, describes. ``source``: the name or path
-    from which ``data`` was read, for messages. ``folder``: its folder; ``None`` for the hub. ``preprocessor``: the
-    content of ``preprocessor_config.json``; empty if there is none.
+    from which ``data`` was read, for messages. ``folder``: the folder of the file; ``None`` for the hub.
+    ``preprocessor``: the content of ``preprocessor_config.json``; empty if there is none.
 
     Raise :class:`PretrainedError` if transformers does not know the architecture or refuses the fields, and
-    :class:`RemoteCodeError` if it names code of its own.
+    :class:`RemoteCodeError` if ``data`` names its own Python code.
     """
     transformers = import_transformers()
     kind = data.get("model_type")

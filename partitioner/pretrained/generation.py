@@ -216,8 +216,8 @@ def prepare_forward(model: nn.Module, inputs: Any, precision: str | None, groupe
 
 @contextmanager
 def generating(model: nn.Module, path: str = "", hidden: int = 0) -> Iterator[None]:
-    """Return a context in which ``model`` has another forward: it takes new tokens and the caches, writes to the
-    caches, and returns the logits of the last position, ``[batch, vocabulary]``.
+    """Return a context manager within which ``model`` has another forward: it takes new tokens and the caches, writes
+    to the caches, and returns the logits of the last position, ``[batch, vocabulary]``.
 
     ``path``: the submodule that reads the tokens; empty: the model itself. ``hidden``: size of its encoder's results, 0
     without an encoder. The class of the model is replaced by a subclass, so that copies of the model have this forward,
@@ -246,9 +246,10 @@ def generating(model: nn.Module, path: str = "", hidden: int = 0) -> Iterator[No
         """Run the model on the new tokens ``input_ids`` ``[batch, positions]``, write their keys and values to
         ``caches``, and return the logits of the last token.
 
-        ``attention_mask`` ``[batch, length]``: 1 at the places of the caches that have a token of the sample.
-        ``start``: the place of the first new token, 0-dimensional. ``caches``: cached keys and values of each layer.
-        ``position_ids`` ``[batch, positions]``: positions of the new tokens; ``None`` if the model takes none.
+        ``attention_mask`` ``[batch, length]``: 1 at the positions of the caches that hold a token of the sample.
+        ``start``: position in the caches of the first new token, 0-dimensional. ``caches``: cached keys and values of
+        each layer. ``position_ids`` ``[batch, positions]``: positions of the new tokens; ``None`` if the model takes
+        none.
         """
         cache = _make_cache(caches, start, caches[0][0].shape[2], {})
         read = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
@@ -267,7 +268,7 @@ def generating(model: nn.Module, path: str = "", hidden: int = 0) -> Iterator[No
 
         ``input_ids`` ``[batch, prompt]``: the tokens of the encoder; ``None``: ``cross_caches`` already have the keys
         and values of the encoder's results. ``attention_mask`` ``[batch, prompt]``: 1 at tokens of the sample.
-        ``start``: the place of the first new token in ``caches``, 0-dimensional.
+        ``start``: position in ``caches`` of the first new token, 0-dimensional.
         """
         batch, _, length, _ = caches[0][0].shape
         cross = _make_cross_cache(cross_caches, known=input_ids is None)

@@ -270,9 +270,9 @@ class ModelChoice:
 
 def _choose_class(found: Configuration, asked: str | None, objective: str = "train") -> ModelChoice:
     """Return the class of the model for the transformers configuration ``found``. ``asked``: the task that the user
-    chose, such as ``causal``. ``None``: the class is the one that the configuration names; if it names none, the class
-    follows from the type of the model. ``objective``: ``infer`` for a model without a loss; such a model may have any
-    class that the configuration names.
+    chose, such as ``causal``. If it is ``None``, the configuration's own class is returned or, if the configuration
+    names no class, the class that follows from the type of the model. ``objective``: ``infer`` for a model without a
+    loss; such a model may have any class that the configuration names.
 
     Raise :class:`PretrainedError` if there is no class for the task, or if no task was chosen and several are possible.
     """
@@ -468,9 +468,8 @@ def _part_for(cls: Any, config: Any) -> Any:
 
 @contextlib.contextmanager
 def _limit_building(what: str) -> Iterator[None]:
-    """Return a context in which a model with a very large number of modules raises :class:`PretrainedError` while it is
-    built, so that building does not continue for hours. ``what``: name of the model, for the message.
-    """
+    """Return a context manager within which a model with a very large number of modules raises :class:`PretrainedError`
+    while it is built, so that building does not continue for hours. ``what``: name of the model, for the message."""
     count, end = 0, time.monotonic() + _MOST_SECONDS
 
     def count_module(parent: nn.Module, name: str, module: nn.Module | None) -> None:

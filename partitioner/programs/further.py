@@ -116,11 +116,9 @@ class FirstProgram:
         return self._evaluators[shape]
 
     def with_layout(self, found: PlannedProgram) -> FirstProgram:
-        """Return a copy of this object whose training program is that of the plan ``found``. ``found`` is slower for
-        the largest batch shape, but faster on average over all shapes. The certificate of the copy has the same table
-        of candidates, with ``found`` marked as chosen; the attribute ``note`` of the copy has a sentence that explains
-        the choice.
-        """
+        """Return a copy of this object whose training program is ``found``. ``found`` is slower for the largest batch
+        shape, but faster on average over all shapes. The certificate of the copy has the same table of candidates, with
+        ``found`` marked as chosen; the attribute ``note`` of the copy has a sentence that explains the choice."""
         row = next(c for c in found.certificate.candidates if c.status == "chosen")
         before = self.found.certificate
         rows = [
@@ -147,7 +145,7 @@ class FirstProgram:
     def plan_evaluation(self, name: str, asked: Evaluate) -> FurtherProgram:
         """Return the program called ``name`` that runs the model's forward in evaluation mode. Its parameters have the
         same layout over the ranks as in the training program. ``asked``: the user's request, with inputs and a loss
-        function; where they are ``None``, those of training are used.
+        function; where one of these is ``None``, the evaluation uses the one of training.
 
         Raise :class:`PlanError` if no such program exists in the layout of the training program, and
         :class:`InputsError` if the model is an exported program, which has a single mode.
@@ -253,8 +251,8 @@ class FirstProgram:
         the program's batch shape; ``None`` if batches are not padded. ``inputs``: name of an input -> its layout over
         ``tp``, for inputs that are sharded; others are replicated.
 
-        Raise :class:`NoFurtherPlanError` if no such program exists, and :class:`CapacityError` if none fits beside the
-        states of training.
+        Raise :class:`NoFurtherPlanError` if no such program exists, and :class:`CapacityError` if no such program fits
+        in memory together with the states of training.
         """
         chosen, first = self.found.chosen, self.found.program
         assert first is not None
@@ -434,7 +432,8 @@ def _pin_candidate(constraints: Constraints, row: Candidate) -> Constraints:
 
 @contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Return a context in which ``model`` is in evaluation mode. At its end each module gets back its previous mode."""
+    """Return a context manager within which ``model`` is in evaluation mode. At its end each module gets back its
+    previous mode."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

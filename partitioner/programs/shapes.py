@@ -200,12 +200,11 @@ class ShapeFamily:
 
     @contextmanager
     def look_ahead(self) -> Iterator[None]:
-        """Return a context in which a forked process works ahead. It captures the model for the shapes with the
-        smallest numbers of samples or positions, and finds how batches are padded. Other methods use its results when
-        they first need them. If the machine has no second processor, or there is a single shape, no process is started.
-        If the process fails, the results are computed here. The model must have been captured for the largest shape
-        before.
-        """
+        """Return a context manager within which a forked process works ahead. It captures the model for the shapes with
+        the smallest numbers of samples or positions, and finds how batches are padded. Other methods use its results
+        when they first need them. If the machine has no second processor, or there is a single shape, no process is
+        started. If the process fails, the results are computed here. The model must have been captured for the largest
+        shape before."""
         if len(self.shapes) < 2 or not can_help():
             yield
             return
@@ -389,10 +388,9 @@ class ShapeFamily:
 
 
 def look_ahead(family: ShapeFamily | None) -> AbstractContextManager[None]:
-    """Return a context in which a forked process captures the model for further batch shapes of ``family`` (all batch
-    shapes of a plan) ahead of time. The context does nothing if ``family`` is ``None``, because the plan then has a
-    single shape.
-    """
+    """Return a context manager within which a forked process captures the model for further batch shapes of ``family``
+    (all batch shapes of a plan) ahead of time. The context does nothing if ``family`` is ``None``, because the plan
+    then has a single shape."""
     return nullcontext() if family is None else family.look_ahead()
 
 

@@ -81,9 +81,9 @@ _REFUSED_CALLBACKS = (
 
 
 class EngineSteps:
-    """Methods that replace those of a Lightning precision plugin if a plan divides the model over ranks: the engine has
-    computed the gradients already, and the engine clips them. :func:`_adapt_precision` mixes this class into the class
-    of the plugin. ``engine``: the engine of this rank, which runs its part of the model."""
+    """Methods that replace methods of a Lightning precision plugin if a plan divides the model over ranks: the engine
+    has computed the gradients already, and the engine clips them. :func:`_adapt_precision` mixes this class into the
+    class of the plugin. ``engine``: the engine of this rank, which runs its part of the model."""
 
     engine: Engine
 

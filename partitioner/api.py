@@ -67,8 +67,7 @@ def partition(
         constraints: choices that the user fixes, such as ``Constraints(tp=8)``; the search makes all others.
         profile: another framework, such as ``"megatron-core"``, to predict: the plan has estimates and no program.
         precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``; ``None``: that of the parameters. ``tf32``: fp32, with
-            products in TF32 on GPUs. ``fp8`` (see ``fp8_scaling``), ``nvfp4``: only products of weights; bf16
-            elsewhere.
+            products in TF32 on GPUs. ``fp8`` (see ``fp8_scaling``), ``nvfp4``: products of weights only, else bf16.
         documents: typical lengths of packed documents, for the cost model; ``()``: the lengths in the inputs, if known.
         optimizer: the optimizer whose states need memory: ``adamw``, ``adam``, ``sgd_momentum``, ``sgd`` or ``none``.
         progress: called repeatedly during the search, with a ``SearchProgress`` (counts of candidates, best time).

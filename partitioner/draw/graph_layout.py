@@ -155,8 +155,8 @@ class _WireRun:
 
 @dataclass
 class WireLanes:
-    """Describes the horizontal lines (lanes) in the gutters between rows of panels along which wires run, and the
-    points at which they leave and enter panels.
+    """Describes the horizontal lines (lanes) in the gutters between rows of panels along which wires (lines between
+    panels) run, and the points at which wires leave and enter panels.
 
     ``boxes``: the position of each panel. ``wires``: all wires. ``right``: x coordinate at which the panels end.
     ``ends``: (index of a wire, whether at its target) -> x coordinate of that end. ``runs``: index of a wire -> its

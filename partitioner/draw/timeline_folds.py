@@ -71,7 +71,7 @@ class Gap:
 
     @property
     def hidden(self) -> tuple[float, float]:
-        """Return (start, end) of the part, in seconds from the start of the step."""
+        """Return (start, end) of the part of the step that is not drawn, in seconds from the start of the step."""
         return self.start, self.end
 
 

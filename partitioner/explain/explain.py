@@ -382,8 +382,8 @@ def _describe_hidden_recomputation(plan: Plan) -> str:
 
 def _explain_disk_limit(plan: Plan) -> Iterator[RenderableType]:
     """Yield a line that compares the seconds of the optimizer's update in ``plan`` with the seconds of reading and
-    writing its states on disk, and says whether the disk limits the plan; nothing if no states are on disk.
-    """
+    writing the optimizer states on disk, and says whether the disk limits the plan. Yield nothing if no states are on
+    disk."""
     update = plan.estimate.breakdown.get("optimizer", 0.0)
     if "disk" not in plan.offload or not update:
         return

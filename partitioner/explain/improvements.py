@@ -80,9 +80,8 @@ def _describe_baseline(baseline: Baseline) -> str:
 
 
 def _list_upper_limits(plan: Plan) -> Iterator[Improvement]:
-    """Yield the parts of the step of ``plan`` that could be shorter, each with what shortens it. The gain is the whole
-    part.
-    """
+    """Yield the parts of the step of ``plan`` that could be shorter, each with a text on what shortens it. The gain
+    assumes that the whole part vanishes."""
     total = sum(plan.estimate.breakdown.values())
     if not total:
         return

@@ -237,7 +237,7 @@ def _list_batches(model: nn.Module, found: Configuration, request: BatchRequest)
 
 
 def _list_needed(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
-    """Return the names of those of ``parameters``, the arguments of a model's forward, that have no default."""
+    """Return the names of the arguments without default in ``parameters``, the arguments of a model's forward."""
     return [n for n, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
 
 

@@ -458,8 +458,8 @@ def _build_model(found: Configuration, name: str, device: str = "meta") -> nn.Mo
 
 def _part_for(cls: Any, config: Any) -> Any:
     """Return the ``PreTrainedConfig`` to pass to the model class ``cls`` of transformers. If ``config`` has another
-    type than ``cls`` expects, it may contain a configuration of the expected type, such as that of its text model. This
-    inner configuration is then returned, otherwise ``config`` itself."""
+    type than ``cls`` expects, it may contain a configuration of the expected type, such as the configuration of its
+    text model. This inner configuration is then returned, otherwise ``config`` itself."""
     wanted = getattr(cls, "config_class", None)
     if wanted is None or isinstance(config, wanted):
         return config

@@ -67,14 +67,14 @@ def partition(
         constraints: choices that the user fixes, such as ``Constraints(tp=8)``; the search makes all others.
         profile: another framework, such as ``"megatron-core"``, to predict: the plan has estimates and no program.
         precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``; ``None``: that of the parameters. ``tf32``: fp32, with
-            products in TF32 on GPUs. ``fp8`` (see ``fp8_scaling``), ``nvfp4``: bf16, with products of weights in these.
-        documents: typical lengths of packed documents, for the cost model; (): those of inputs that have values.
+            products in TF32 on GPUs. ``fp8`` (see ``fp8_scaling``), ``nvfp4``: products of weights only, else bf16.
+        documents: typical lengths of packed documents, for the cost model; ``()``: the lengths in the inputs, if known.
         optimizer: the optimizer whose states need memory: ``adamw``, ``adam``, ``sgd_momentum``, ``sgd`` or ``none``.
-        progress: called again and again during the search, with a ``SearchProgress`` (counts of candidates, best time).
+        progress: called repeatedly during the search, with a ``SearchProgress`` (counts of candidates, best time).
         estimate_only: return the estimates without a program and without baselines; faster, for many plans.
         time_limit_s: seconds after which the search ends with its best plan so far; ``None``: no limit.
 
-    Raises :class:`partitioner.passes.errors.PartitionError` if there is no such plan.
+    Raises :class:`partitioner.passes.errors.PartitionError` if there is no plan.
     """
     check_options(time_limit_s, progress)
     constraints, how = constrain_for_programs(constraints, programs), profile_of(profile, constraints, topology)

@@ -1,17 +1,18 @@
-"""Run a forked helper process beside the main process: shared memory for results of both, and a queue of work done
-ahead.
+"""Run a forked helper process beside the main process. It shares solutions through memory, and computes results before
+they are requested.
 
 The helper is a fork, so the problem is neither built nor sent a second time. If ``os.fork`` or a second processor is
 missing, the main process works alone.
 
-``FindingSlot`` holds findings in shared memory. Each process writes to its own slot, and increments a counter before
+``FindingSlot`` holds one solution in shared memory. Each process writes to its own slot, and increments a counter
+before
 and after a write; an odd counter marks a write in progress. No process waits for the other, and a helper that is killed
 holds no lock.
 
 ``BackgroundWorker``, ``SharedTasks`` and ``Future`` compute results before they are requested. Both processes take
 tasks from one list and mark in shared memory which tasks they begin, so a task runs twice only if both begin it at the
-same moment. Results are kept in an unlinked file. The main process depends on nothing from the helper: it computes the
-tasks that the helper has not begun or failed at, and waits, for a limited time, only for a task in progress.
+same moment. Results are kept in an unlinked file. The main process does not depend on the helper: it computes the tasks
+that the helper has not begun or failed at, and waits, for a limited time, only for a task in progress.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class Finding:
 
 
 class FindingSlot:
-    """Shared memory for the latest solution of an assignment problem that one process found. A process and the forks
-    that it starts later can write and read it without locks. ``num_nodes``: number of nodes of the problem."""
+    """Shared memory for the latest solution of an assignment problem that one process found. The process and the forks
+    that it starts later can read and write the slot without locks. ``num_nodes``: number of nodes of the problem."""
 
     def __init__(self, num_nodes: int) -> None:
         self._numbers = allocate_shared_array(4, np.float64)  # counter, cost, overflow, bound
@@ -139,7 +140,7 @@ class ForkedWorker:
 
     def end(self, until: float) -> None:
         """Wait until the forked process has ended. ``until``: time on the clock of ``time.perf_counter()``, in seconds,
-        at which the process is killed."""
+        at which the process is killed if it still runs."""
         while self.runs:
             if time.perf_counter() > until:
                 os.kill(self.pid, signal.SIGKILL)
@@ -270,14 +271,14 @@ class BackgroundWorker(Generic[K, R]):
     def _find_next_free(self, among: Container[Any] | None = None) -> int | None:
         """Return the index, in the list of all keys, of the next key whose computation has begun neither in this
         process nor in the forked one; ``None`` if there is none. Keys whose results were announced to be needed come
-        first. ``among``: only these keys are considered; ``None``: all.
-        """
+        first. ``among``: the keys to consider; ``None``: all."""
         free = np.flatnonzero(self._marks == _FREE)
         ordered = free[np.argsort(self._wishes[free], kind="stable")].tolist()
         return next((place for place in ordered if among is None or self._keys[place] in among), None)
 
     def pause(self, is_paused: bool) -> None:
-        """Let the forked process begin no further tasks, or let it go on: ``is_paused``."""
+        """If ``is_paused`` is true, let the forked process begin no further tasks; otherwise let it begin tasks
+        again."""
         self._is_paused[0] = is_paused
 
     def _stop_helper(self) -> None:
@@ -301,7 +302,7 @@ class SharedTasks(Generic[K, R, S]):
     ``pack``: function that turns a result into an object that can be pickled, in the forked process; ``unpack``: the
     inverse, in this process. ``worth_it``: whether the work takes long enough for a forked process. ``most_s``: the
     most seconds that this process waits for a result that the forked process is computing. ``first_is_own``: whether
-    the first result is left to this process, which will request it at once.
+    the forked process leaves out the first key, whose result this process requests at once.
     """
 
     def __init__(
@@ -346,8 +347,8 @@ class SharedTasks(Generic[K, R, S]):
 
 
 class Future(Generic[R]):
-    """The result of ``work()``. It is computed ahead in a forked process if one can be used and the caller considers
-    this ``worth_it``; otherwise it is computed when it is requested.
+    """The result of ``work()``. If ``worth_it`` is true and a process can be forked, the forked process computes the
+    result ahead of time; otherwise the result is computed when it is requested.
 
     ``most_s``: the most seconds that the caller waits for the forked process, before it computes the result itself.
     """

@@ -12,14 +12,14 @@ from partitioner.runtime.program.mesh import hybrid_mesh
 from partitioner.schedules.csv_table import ScheduleTable
 from partitioner.schedules.registry import schedule_name
 
-Split = Literal["", "rows", "within"]  # how tp divides the experts' work: as is cheapest, by rows, within each expert
+Split = Literal["", "rows", "within"]  # how tp divides the experts' work: "": as is cheapest
 
 
 def split_of(tp: int, ep: int, etp: int) -> Split:
-    """Return how the matrix products of experts are divided over the ranks of the mesh axis ``tp``: ``"rows"`` means
-    that each rank has all weights of its experts and processes other tokens than the other ranks; ``"within"`` means
-    that each expert is sharded over the ranks. Return ``""`` if one of the axes has a single rank, or if the runtime
-    cannot execute this number ``etp``.
+    """Return a word for the way in which the ranks of the mesh axis ``tp`` divide the matrix products of experts.
+    ``"rows"``: each rank has all weights of its experts, and processes a part of the tokens. ``"within"``: each expert
+    is sharded over the ranks. ``""``: one of the axes has a single rank, or ``etp`` is neither 1 nor ``tp``, which the
+    runtime cannot execute.
 
     ``tp``, ``ep``: numbers of ranks of tensor and expert parallelism. ``etp``: ranks over which one expert is sharded;
     0 means ``tp``.
@@ -54,8 +54,8 @@ class MeshCandidate:
     dp_shard: int = 0
 
     def sharing(self, zero: int, dp_shard: int = 0) -> MeshCandidate:
-        """Return this candidate with another ZeRO stage. ``zero``: the stage, 0 to 3. ``dp_shard``: number of ranks of
-        ``dp`` over which optimizer states, gradients or parameters are sharded; 0: all."""
+        """Return a copy of this candidate with another ZeRO stage. ``zero``: the stage, 0 to 3. ``dp_shard``: number of
+        ranks of ``dp`` over which optimizer states, gradients or parameters are sharded; 0: all."""
         axes = self.pp, self.dp, self.tp, self.microbatch_size, self.schedule, self.cp, self.ep, self.etp
         return MeshCandidate(*axes, zero, self.virtual_stages, dp_shard)
 
@@ -73,7 +73,8 @@ class MeshCandidate:
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """Return the numbers of ranks of ``pp``, ``dp``, ``cp``, ``tp`` and ``ep``, and ``etp``."""
+        """Return six numbers of ranks as a tuple: those of the mesh axes ``pp``, ``dp``, ``cp``, ``tp`` and ``ep``, and
+        ``etp`` (ranks over which one expert is sharded; 0: ``tp``)."""
         return (*self.mesh.values(), self.etp)
 
     @property
@@ -89,7 +90,7 @@ class MeshCandidate:
 
     @property
     def replicas(self) -> int:
-        """Return the number of ranks that have the same weights outside of experts: dp x cp."""
+        """Return the number of ranks that hold equal parts of the weights that do not belong to experts: dp x cp."""
         return self.dp * self.cp
 
     @property
@@ -113,9 +114,9 @@ class MeshCandidate:
 
     @property
     def shares_out(self) -> bool:
-        """Return whether ranks of ``dp`` may have different numbers of microbatches. They may not if they exchange
-        tokens for experts, because all must then take part in each exchange, or if the schedule is a user-defined
-        table, which is valid for one number of microbatches only."""
+        """Return whether data-parallel ranks may have different numbers of microbatches. The numbers must be equal if
+        these ranks exchange tokens for experts, because all of them take part in each exchange. They must also be equal
+        if the schedule is a user-defined table, which is valid for one number of microbatches only."""
         inside = self.cp * self.tp % (self.ep * self.expert_tp) == 0
         return inside and isinstance(self.schedule, str)
 
@@ -151,9 +152,8 @@ class MeshCandidate:
 
     @property
     def states_kind(self) -> tuple[Hashable, ...]:
-        """Return a key that is equal for candidates which shard parameters, gradients and optimizer states over ranks
-        in the same way.
-        """
+        """Return a cache key that is equal for candidates which shard parameters, gradients and optimizer states over
+        ranks in the same way."""
         return self.tp, self.ep, self.expert_tp, self.zero, self.zero and (self.sharers, self.expert_sharers)
 
     @property

@@ -153,8 +153,8 @@ def size_cluster(
     every: bool = False,
     **more: Any,
 ) -> Sizing:
-    """Find the best number of nodes for a job (model, batch and constraints). Return it with its plan, and the results
-    of all numbers that were tried.
+    """Find the best number of nodes for a job (model, batch and constraints). Return that number with its plan, and the
+    results for all numbers that were tried.
 
     Args:
         model: a module that ``torch.export`` accepts, or an exported program. ``inputs``: one global batch, as a tuple
@@ -204,7 +204,7 @@ def _plan_cluster_size(model: PreparedModel, topology: Topology, nodes: int, mor
     keyword arguments of ``partition``."""
     try:
         plan = partition(model, topology, **more)
-    except InputsError:  # wrong inputs, which no number of nodes makes right
+    except InputsError:  # wrong inputs are wrong for every number of nodes
         raise
     except PartitionError as error:
         return Size(nodes, reason=str(error), out_of_time=isinstance(error, TimeLimitError))
@@ -233,8 +233,8 @@ def _read_step_energy(size: Size) -> float:
 
 
 def _require_known_value(value: float | None, name: str, unit: str) -> float:
-    """Return ``value``; raise :class:`ConstraintError` if it is ``None``. ``name``, ``unit``: the field of the hardware
-    file from which it follows, and its unit, for the message."""
+    """Return ``value``; raise :class:`ConstraintError` if it is ``None``. ``name``, ``unit``: for the message: the
+    field of the hardware file from which ``value`` is computed, and the unit of this field."""
     if value is None:
         raise ConstraintError(
             f"a device type of the topology has no {name}; set {name} (in {unit}) for this type, under types: "
@@ -320,8 +320,8 @@ def largest_that_fits(
 
     Args:
         model: a module that ``torch.export`` accepts, or an exported program. ``topology``: the cluster.
-        inputs: a sample of the batch, as a tuple or dict of arguments. Dim 0 is the batch. The second of two or three
-            dims is the sequence; its content is repeated to make it longer.
+        inputs: a sample of the batch, as a tuple or dict of arguments. Dim 0 is the batch. In inputs of two or three
+            dims, dim 1 is the sequence; its content is repeated to make it longer.
         of: what is enlarged: ``sequence`` (tokens of a sample) or ``microbatch`` (samples that a rank processes at a
             time; the global batch is then one microbatch per device).
         most: largest size to try.
@@ -372,8 +372,8 @@ _OWN = "loss", "objective", "precision", "documents"  # arguments of `prepare`; 
 
 @dataclass
 class _SizedModels:
-    """The model for inputs of several sizes. It is captured for few sizes; for sizes in between, its graphs are derived
-    from these.
+    """The model for inputs of several sizes. The model is captured for few sizes; its graphs for sizes in between are
+    derived from the captured graphs.
 
     ``prepare``: returns the model with inputs of a size, and the global batch to plan it for (``None``: that of the
     inputs). ``device``: the device type to capture for. ``most``: the largest size.
@@ -469,7 +469,7 @@ def _of_sequence(
 
 def length_of(inputs: Any) -> int:
     """Return the number of tokens of a sample: the size of dim 1 of the first tensor in ``inputs`` that has two or
-    three dims; images and square masks have four. Raise :class:`InputsError` if there is none."""
+    three dims; images and attention masks have four dims. Raise :class:`InputsError` if there is none."""
     lengths = [leaf.shape[_DIM] for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() in (2, 3)]
     if not lengths:
         raise InputsError(
@@ -506,10 +506,10 @@ class Fit:
 
     Attributes:
         plan: the job's best plan, as :func:`partitioner.partition` returns it; ``None``: the job does not fit.
-        reason: why it does not fit, and the changes with which it does that need the least effort; empty if it fits.
+        reason: why the job does not fit, and the changes with the least effort that make it fit; empty if it fits.
         length: tokens of a sample; 0 if the inputs are not sequences of tokens.
-        microbatch: the largest microbatch that fits; ``None``: not even one sample for each device does.
-        sequence: the longest sequence that fits; ``None``: none does, or there are no sequences.
+        microbatch: the largest microbatch that fits; ``None``: not even one sample per device fits.
+        sequence: the longest sequence that fits; ``None``: no sequence fits, or the inputs are not sequences.
         run: time, money and energy of the training run; ``None``: no ``tokens`` were given, or the job does not fit.
     """
 
@@ -571,19 +571,19 @@ def check_fit(
     constraints: Constraints | None = None,
     **more: Any,
 ) -> Fit:
-    """Find out whether a job (model, batch and constraints) fits in the memory of ``topology``, the largest microbatch
-    and the longest sequence that do, and what a training run takes.
+    """Return whether a job (model, batch and constraints) fits in the memory of ``topology``, the largest microbatch
+    and the longest sequence that fit, and the time, money and energy of a training run.
 
     Args:
         model: a module that ``torch.export`` accepts, or an exported program. ``topology``: the cluster.
         inputs: one global batch, as a tuple or dict of arguments.
-        tokens: tokens of the training run; ``None``: no run.
-        price: US dollars for one device and hour; ``None``: that of the hardware file.
+        tokens: tokens of the training run; ``None``: no run is computed.
+        price: US dollars for one device and hour; ``None``: the price in the hardware file.
         longest: the longest sequence that the model takes, which is tried first; ``None``: 1,048,576 tokens.
         constraints: choices that the user fixes, such as ``Constraints(tp=8)``.
         more: further arguments of :func:`partitioner.partition`.
 
-    Raises the errors of :func:`partitioner.partition` besides :class:`CapacityError`, and those of
+    Raises the errors of :func:`partitioner.partition` except :class:`CapacityError`, and the errors of
     ``Plan.training_run``.
     """
     if price is not None and tokens is None:

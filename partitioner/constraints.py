@@ -256,9 +256,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
     @classmethod
     def _in_order(cls, given: Any) -> Any:
         """Return the kinds of data to offload as a tuple in a fixed order. ``given``: a text such as
-        ``"optimizer+activations"``, ``"none"``, or a collection of kinds. With parameters or disk among them, the
-        optimizer is added. Raise a pydantic error for an unknown kind.
-        """
+        ``"optimizer+activations"``, ``"none"``, or a collection of kinds. ``optimizer`` is added if ``parameters`` or
+        ``disk`` is among the kinds. Raise a pydantic error for an unknown kind."""
         if isinstance(given, str):
             given = () if given == "none" else given.split("+")
         if given is None or not isinstance(given, Collection) or not all(isinstance(kind, str) for kind in given):
@@ -327,9 +326,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
     @property
     def meaning(self) -> Constraints:
         """Return constraints with only those fields that change the results of a step and not just its speed; all other
-        fields have their defaults. These are ``couple`` and ``microbatch_size`` if samples interact (as in batch norm)
-        only within a microbatch; otherwise none.
-        """
+        fields have their defaults. If samples interact (as in batch norm) only within a microbatch, these fields are
+        ``couple`` and ``microbatch_size``; otherwise there are none."""
         if self.couple == "batch":
             return Constraints()
         return Constraints(couple=self.couple, microbatch_size=self.microbatch_size)
@@ -337,8 +335,7 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
     @property
     def pinned(self) -> dict[str, int]:
         """Return the mesh sizes that the user fixed: name of the axis -> size. The axis ``ep`` is left out: its ranks
-        are taken from the other axes, so it is no factor of the number of ranks.
-        """
+        are taken from the other axes, so ``ep`` is not a factor of the number of ranks."""
         return {axis: value for axis in AXES if axis != "ep" and (value := getattr(self, axis)) is not None}
 
     def fixes_mesh(self, world_size: int) -> bool:

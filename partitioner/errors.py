@@ -36,7 +36,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Advice:
-    """Why a job (model, global batch, cluster and constraints) has no plan, and which changes of it would make one
+    """Why a job (model, global batch, cluster and constraints) has no plan, and which changes of the job would make one
     possible.
 
     ``conflict``: a minimal set of the user's constraints that exclude each other, as texts; empty if there is none.
@@ -57,7 +57,7 @@ class InfeasibleError(PartitionError):
     once they are known.
     """
 
-    _least_conflict = 2  # constraints of a conflict that is told; the message is about a single one already
+    _least_conflict = 2  # a conflict of fewer constraints is not listed: the message names it already
 
     def __init__(self, message: str, *, advise: Callable[[], Advice] | None = None) -> None:
         super().__init__(message)
@@ -134,9 +134,9 @@ class CapacityError(PlanError):
     """Error: no plan fits in memory.
 
     ``shortage``: what is missing, as text. ``stage``: index of the pipeline stage that exceeds its memory most.
-    ``missing_bytes``: bytes that each of its ranks lacks. ``at_least``: ``missing_bytes`` is only a lower bound, and
-    the stage is not known. ``advise``: a function without arguments that searches for changes with which a plan exists;
-    ``None``: there is no such search.
+    ``missing_bytes``: bytes that each of its ranks lacks. ``at_least``: whether ``missing_bytes`` is only a lower
+    bound; the stage is then not known. ``advise``: a function without arguments that searches for changes with which a
+    plan exists; ``None``: there is no such search.
     """
 
     _least_conflict = 1

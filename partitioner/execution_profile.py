@@ -202,10 +202,10 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
         overlap_tensor: bool | None = False,
         fp8_scaling: Literal["tensor", "row", "block"] = "tensor",
     ) -> ExecutionProfile:
-        """Return this profile, adapted to how the runtime of this project is used: execution mode ``execution`` on
-        devices of torch's type ``device``, ``cuda`` or ``cpu``. A profile of another framework is returned unchanged,
-        because its own fields say what is compiled and recorded. Other fields of this project's profile, such as
-        ``dispatch``, keep their values.
+        """Return this profile, changed for the execution mode ``execution`` of this project's runtime on devices of
+        torch's type ``device``, ``cuda`` or ``cpu``. A profile of another framework is returned unchanged, because its
+        own fields say what is compiled and recorded. Other fields of this project's profile, such as ``dispatch``, keep
+        their values.
 
         ``execution``: ``eager``; ``compiled``: a compiler merges operators; ``graph``: on GPUs operators are merged,
         and steps are replayed as CUDA graphs, so that the host launches only the operators of experts one by one; on

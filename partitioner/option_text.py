@@ -167,7 +167,8 @@ _BEHIND = tuple("size degree deg dim way ways world_size ranks num enabled group
 
 def written_here(name: str, value: str, known: Sequence[str] = ()) -> str:
     """Return how an option ``name=value`` of another library is written in this project, such as ``tp=8``; ``""`` if
-    there is no equivalent. ``value``: the value as text. ``known``: the names of this project's options."""
+    there is no equivalent. ``value``: the value as text. ``known``: names of this project's options; an option of the
+    same name is equivalent."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace("-", "_").replace(".", "_").strip("_")
     for stem in _list_name_stems(words):
         if stem in _BY_NAME:

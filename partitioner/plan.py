@@ -422,9 +422,8 @@ class Plan(Data):
 
     @property
     def program(self) -> Program:
-        """Return the programs of all ranks. Raises :class:`PlanError` if the plan has only estimates, because it needs
-        something that this version can plan but not execute.
-        """
+        """Return the programs of all ranks. Raise :class:`PlanError` if the plan has only estimates, because this
+        version can plan it but not execute it."""
         if self.written is None:
             under = f" under the profile {self.profile.name}" if self.profile.differences else ""
             raise PlanError(
@@ -562,9 +561,9 @@ class Plan(Data):
         steps: int | None = None,
         price: float | None = None,
     ) -> TrainingRun:
-        """Return what a training run takes: steps, days, device hours, money and energy. Its length is given as one of
-        a number of ``tokens``, of ``samples`` or of ``steps``. ``price``: US dollars per device and hour; ``None``:
-        that of the hardware file."""
+        """Return what a training run takes: steps, days, device hours, money and energy. The length of the run is
+        exactly one of ``tokens``, ``samples`` and ``steps``. ``price``: US dollars per device and hour; ``None``: the
+        price in the hardware file."""
         from partitioner.plans.training_run import training_run
 
         return training_run(self, tokens=tokens, samples=samples, steps=steps, price=price)
@@ -576,7 +575,7 @@ class Plan(Data):
         parameters and optimizer states as the main program does.
 
         Raise :class:`partitioner.runtime.prove.errors.ProofError` with rank, instruction and graph node, or
-        :class:`partitioner.runtime.prove.layouts.LayoutError`, if this is not so.
+        :class:`partitioner.runtime.prove.layouts.LayoutError`, if a program is not consistent.
         """
         from partitioner.runtime.prove.layouts import prove_same_caches, prove_same_layout
         from partitioner.runtime.prove.prove import prove
@@ -606,13 +605,13 @@ class Plan(Data):
             return verify(self.select_program(program), model, inputs, loss)
 
     def select_program(self, name: str | None) -> Plan:
-        """Return a plan whose only program is the program ``name`` of this plan; this plan itself for ``None``. Besides
+        """Return a copy of this plan whose only program is ``name``; for ``None``, return this plan itself. (Besides
         its main program, a plan may have further programs on the same weights, for evaluation or for other batch
-        shapes. The result has the step time and the peak memory of that program. It keeps the other figures of this
+        shapes.) The copy has the step time and the peak memory of that program. It keeps the other figures of this
         plan's estimate, and this plan's certificate (how far the plan can be from the optimum).
 
-        ``name``: a key of :attr:`further`, or the name that the main program has by the shape of its batches, such as
-        ``step 8x4096``. Raise :class:`PlanError` for another name.
+        ``name``: a key of :attr:`further`, or the name of the main program, which is its batch shape, such as ``step
+        8x4096``. Raise :class:`PlanError` for another name.
         """
         if name is None:
             return self
@@ -659,8 +658,7 @@ class Plan(Data):
     def to_html(self, path: str | Path) -> Path:
         """Write a report of the plan to the HTML file ``path`` and return the path. The file contains everything that
         it needs: summary, pictures that can be searched and zoomed, candidates, why-not answers, costs of operators,
-        explanation. It is under 5 MB, and replaced atomically.
-        """
+        explanation. The file is under 5 MB, and replaced atomically."""
         from partitioner.report.page import build_report
 
         return write_text(Path(path), build_report(self))

@@ -72,8 +72,8 @@ def find_user_function(module: ModuleType, where: str, name: str) -> Callable[[]
 
 @contextlib.contextmanager
 def blame_user_code(where: str) -> Iterator[None]:
-    """Convert exceptions in the block, which runs the user's code, into :class:`TargetError` with the line that failed.
-    ``where``: the name of the code in the message."""
+    """Return a context manager for a block that runs the user's code. It converts exceptions of the block into
+    :class:`TargetError` with the line that failed. ``where``: the name of the code in the message."""
     try:
         yield
     except PartitionError:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 OBJECTIVES = ("train", "infer")
 
 _SHOWN = 3  # leaves of a result that a message lists
-_AROUND = {"fp8": "bf16", "nvfp4": "bf16", "tf32": "fp32"}  # of products, and what is between them
+_AROUND = {"fp8": "bf16", "nvfp4": "bf16", "tf32": "fp32"}  # precision of products -> dtype of the other operators
 _PRECISIONS = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32", "torch.float64": "fp64"}
 
 
@@ -81,8 +81,8 @@ _PEAKS = {"fp8": ("h100-sxm", "1979 TFLOP/s"), "nvfp4": ("b200", "9000 TFLOP/s")
 
 
 def _check_devices(topology: Topology, precision: str, lacking: Sequence[str]) -> None:
-    """Raise :class:`InputsError` if ``lacking`` is not empty: the kinds of devices of ``topology`` that cannot compute
-    matrix products in ``precision``, ``"fp8"`` or ``"nvfp4"``."""
+    """Raise :class:`InputsError` if ``lacking`` is not empty. ``lacking``: the kinds of devices of ``topology`` that
+    cannot compute matrix products in ``precision``, which is ``"fp8"`` or ``"nvfp4"``."""
     if not lacking:
         return
     others = '"bf16" or "fp16"'
@@ -99,8 +99,9 @@ def _check_devices(topology: Topology, precision: str, lacking: Sequence[str]) -
 
 def check_precision(topology: Topology, precision: str | None, fp8_scaling: str = "tensor") -> None:
     """Raise :class:`InputsError` if ``precision`` is ``"fp8"`` or ``"nvfp4"`` and a device of ``topology`` cannot
-    compute matrix products in it. Raise :class:`ConstraintError` if a device has no products with the scales
-    ``fp8_scaling``, or if these are fixed and nothing is in fp8."""
+    compute matrix products in it. ``fp8_scaling``: the elements that share a scale in fp8: all of a ``tensor``, a
+    ``row`` or a ``block``. Raise :class:`ConstraintError` if it is not ``tensor`` and ``precision`` is not ``"fp8"``,
+    or if it is ``block`` and a device cannot multiply in MXFP8."""
     if precision != "fp8" and fp8_scaling != "tensor":
         raise ConstraintError(
             f"fp8_scaling={fp8_scaling!r} without precision='fp8': no product is in fp8; expected precision='fp8', or "
@@ -205,9 +206,9 @@ def rate_cluster(topology: Topology, precision: str, margin: float = 0.0) -> Top
 
 
 def precision_of(model: FoldedModel, asked: str | None = None) -> str:
-    """Return the precision in which ``model`` is planned: ``asked`` if that is ``fp8``, ``nvfp4`` or ``tf32``,
-    otherwise that of most elements of its parameters and buffers, such as ``bf16``. Return ``fp32`` if none of them is
-    floating-point."""
+    """Return the precision in which ``model`` is planned. If ``asked``, the user's request, is ``fp8``, ``nvfp4`` or
+    ``tf32``, return it. Otherwise return the precision of most elements of the parameters and buffers, such as
+    ``bf16``; if no parameter or buffer is floating-point, return ``fp32``."""
     if asked in _AROUND:
         return asked
     sizes: Counter[str] = Counter()

@@ -58,10 +58,10 @@ _ZERO_IS_FREE = ("etp", "dp_shard")  # fields of a candidate in which 0 is the d
 
 @contextmanager
 def attach_advice(asked: RelaxationRequest) -> Iterator[None]:
-    """Context manager around the planning of a job (a model to be planned on a cluster). If the ``with`` block raises
-    :class:`InfeasibleError`, attach a function to the error. It finds the conflicting constraints, and the changes with
-    the least effort for the user that make a plan possible. It is called when the user first asks for its results. Its
-    time limit is the time that the block took, or 30 s if that is more.
+    """Return a context manager for the planning of a job (a model to be planned on a cluster). If the ``with`` block
+    raises :class:`InfeasibleError`, attach a function to the error. The function finds the conflicting constraints, and
+    the changes with the least effort for the user that make a plan possible. It runs when the user first requests its
+    results, for at most the time that the block took or 30 s, whichever is more.
 
     ``asked``: the job as the user requested it.
     """
@@ -79,9 +79,9 @@ def attach_advice(asked: RelaxationRequest) -> Iterator[None]:
 
 
 def find_advice(asked: RelaxationRequest, short_of_memory: bool, seconds: float = math.inf) -> Advice:
-    """Return why the job ``asked`` (a model to be planned on a cluster) has no plan: the constraints of the user that
-    conflict, and the changes with the least effort for the user that make a plan possible. Both are empty if the
-    request itself is invalid.
+    """Return advice on the job ``asked`` (a model to be planned on a cluster), which has no plan: the constraints of
+    the user that conflict, and the changes with the least effort for the user that make a plan possible. Both are empty
+    if the request itself is invalid.
 
     ``short_of_memory``: whether missing memory is the reason that there is no plan. ``seconds``: approximate time limit
     of the search.
@@ -113,8 +113,8 @@ class _RelaxationSearch:
     """A search for changes that give a plan to a job (a model to be planned on a cluster) that has none. Lower bounds
     and solvers are cached, so that changed jobs with the same graphs share them.
 
-    ``asked``: the job as the user requested it. ``short_of_memory``: whether missing memory is the reason that it has
-    no plan. ``until``: value of ``time.monotonic()``, in seconds, at which the search ends with what it has found.
+    ``asked``: the job as the user requested it. ``short_of_memory``: whether missing memory is the reason that the job
+    has no plan. ``until``: value of ``time.monotonic()``, in seconds, at which the search ends with what it has found.
     """
 
     asked: RelaxationRequest
@@ -123,7 +123,7 @@ class _RelaxationSearch:
     _longest: float = 0.0  # seconds of the longest try
     _bounds: dict[_Basis, ModelBounds] = field(default_factory=dict)
     _evaluators: dict[_Basis, CandidateEvaluator] = field(default_factory=dict)
-    # changed jobs, with pins to give up, that lack memory alone; nearest first
+    # changed jobs, with pins to give up, that lack nothing but memory; nearest first
     _lacking: list[tuple[Variant, tuple[str, ...], MeshCandidate]] = field(default_factory=list)
 
     @property
@@ -163,8 +163,8 @@ class _RelaxationSearch:
         """Try ``several`` variants of the requested job (model, global batch, cluster and constraints), and return at
         most three changes with which it has a plan, in ascending order of the summed effort of their parts.
 
-        Each variant is tried as it is, and also without some of the constraints that the user fixed. With ``all_pins``
-        it is only tried with all of these constraints.
+        Each variant is tried as it is, and also without some of the constraints that the user fixed. If ``all_pins`` is
+        true, each variant is only tried with all of these constraints.
         """
         ticket = count()
         heap: list[tuple[float, float, int, Variant, tuple[str, ...], MeshCandidate | None]] = []
@@ -272,8 +272,8 @@ class _RelaxationSearch:
         self, variant: Variant, pins: tuple[str, ...]
     ) -> list[tuple[float, float, MeshCandidate]]:
         """Return the mesh candidates (mesh sizes, microbatch size, schedule and ZeRO stage) of a changed job (model,
-        global batch, cluster and constraints) that differ from the user's value in each of ``pins``. Each is a tuple
-        (distance from the user's values, sort key, candidate); the tuples are in ascending order. Empty if the job is
+        global batch, cluster and constraints) that differ from the user's value in each of ``pins``. Return a list of
+        tuples (distance from the user's values, sort key, candidate) in ascending order; it is empty if the job is
         invalid.
 
         The distance is the sum, over ``pins``, of half the absolute base-2 logarithm of the ratio of both values. The
@@ -444,11 +444,10 @@ class _RelaxationSearch:
 
 def _with_wider(space: SearchSpace, given_up: Mapping[str, Any]) -> list[MeshCandidate]:
     """Return the mesh candidates (mesh sizes, microbatch size, schedule and ZeRO stage) of the search space ``space``,
-    and some with larger ``tp`` or with other ``cp`` that the search does not try by itself. The search tries ``tp``
-    only up to a largest size by itself. Candidates with larger sizes are added only if the user's ``tp`` is larger.
+    and further candidates that the search tries only on request: larger ``tp`` than the search's limit, if the user's
+    ``tp`` is above this limit; and other ``cp``, if the user's ``cp`` is above 1.
 
-    ``given_up``: name -> the user's value, for the fixed constraints that may change. If the user's ``cp`` is above 1,
-    candidates with other sizes of ``cp`` are added.
+    ``given_up``: name -> the user's value, for the fixed constraints that may change.
     """
     sizes = list_divisors(space.world_size)[1:]
     # each rank gets two pieces of the sequence
@@ -478,9 +477,9 @@ def _and_then(text: str, search: _RelaxationSearch) -> tuple[Change, ...]:
 
 
 def _find_new_pin_values(pins: Sequence[str], candidate: MeshCandidate) -> dict[str, Any]:
-    """Return, for the constraints named in ``pins``, name -> the value that ``candidate`` has (its mesh sizes,
-    microbatch size, schedule and ZeRO stage). Constraints that a candidate does not have are left out.
-    """
+    """Return the values that ``candidate`` (mesh sizes, microbatch size, schedule and ZeRO stage) has for the
+    constraints named in ``pins``, as a dict: name -> value. Constraints for which a candidate has no value are left
+    out."""
     new = {pin: getattr(candidate, pin) for pin in pins if pin in MeshCandidate.__dataclass_fields__}
     return {pin: size for pin, size in new.items() if size or pin not in _ZERO_IS_FREE}
 

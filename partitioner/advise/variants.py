@@ -59,8 +59,9 @@ def fixed_of(constraints: Constraints) -> list[str]:
 def list_pin_subsets(pins: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """Yield the sets of ``pins`` (names of fixed constraints) that may be given up together, as tuples.
 
-    All subsets of up to seven pins are tried. Of more pins, only subsets of at most two, all fixed stages of modules,
-    and all pins are tried. More than seven fixed stages are only given up together.
+    If there are at most seven pins, all subsets are yielded. If there are more, only subsets of at most two pins, the
+    set of all fixed stages of modules, and the set of all pins are yielded. More than seven fixed stages are only given
+    up together.
     """
     places = tuple(p for p in pins if ":" in p)
     each = pins if len(places) <= _FEW_PINS else [p for p in pins if p not in places]
@@ -99,10 +100,9 @@ def is_pin_changed(constraints: Constraints, pin: str, candidate: MeshCandidate)
 
 
 def measure_pin_distance(constraints: Constraints, pin: str, candidate: MeshCandidate) -> float:
-    """Return how far the value that ``candidate`` has for the constraint named ``pin`` is from the user's value: half
-    of the absolute base-2 logarithm of the ratio of both; 0 if they are not whole numbers. ``candidate``: mesh sizes,
-    microbatch size, schedule and ZeRO stage. ``constraints``: the choices that the user fixed.
-    """
+    """Return the distance between the value that ``candidate`` has for the constraint named ``pin`` and the user's
+    value: half of the absolute base-2 logarithm of their ratio; 0 if the values are not whole numbers. ``candidate``:
+    mesh sizes, microbatch size, schedule and ZeRO stage. ``constraints``: the choices that the user fixed."""
     old, new = getattr(constraints, pin, None), getattr(candidate, pin, None)
     if not isinstance(old, int) or not isinstance(new, int):
         return 0.0
@@ -301,8 +301,8 @@ def _list_dp_shard_variants(base: Variant) -> Iterator[Variant]:
 
 def _list_offload_pin_variants(base: Variant, short_of_memory: bool) -> Iterator[Variant]:
     """Yield variants of a job (model, global batch, cluster and constraints) with other kinds of data offloaded to host
-    memory. ``base``: the job that is varied. ``short_of_memory``: whether missing memory is the reason that it has no
-    plan.
+    memory. ``base``: the job that is varied. ``short_of_memory``: whether missing memory is the reason that the job has
+    no plan.
 
     If the user fixed the offload, the other kinds are tried; optimizer states in host memory may also move to disk. If
     the user fixed the mesh but not the offload, the kinds are tried too, because ``partition`` then tries none by
@@ -338,8 +338,8 @@ def _list_device_variants(base: Variant, short_of_memory: bool) -> Iterator[Vari
     smaller devices; with more nodes; or with another number of devices that is a power of two or a multiple of the
     product of the fixed mesh sizes.
 
-    ``base``: the job that is varied. ``short_of_memory``: whether missing memory is the reason that it has no plan; the
-    last kind of change is then not tried.
+    ``base``: the job that is varied. ``short_of_memory``: whether missing memory is the reason that the job has no
+    plan; the last kind of change is then not tried.
     """
     topology, now = base.topology, base.topology.num_devices
     for smaller in () if is_even(topology) else smaller_clusters(topology):

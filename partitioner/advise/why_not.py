@@ -1,8 +1,8 @@
 """``why_not``: compare the chosen plan with the best plan under other constraints.
 
-The rows of the certificate give the answer if they suffice. If the certificate has only bounds, or the search did not
-consider such plans, the job is planned again, which needs the model. Without the model, ``why_unseen`` explains why the
-search did not consider them, as far as the plan shows.
+If the outcomes in the plan's certificate suffice, they give the answer. If the certificate has only bounds, or the
+search did not consider such plans, the job is planned again, which needs the model. Without the model, ``why_unseen``
+explains why the search did not consider such plans, as far as the plan shows.
 """
 
 from __future__ import annotations
@@ -44,10 +44,9 @@ def format_asked_constraints(asked: Mapping[str, Any]) -> str:
 
 
 def check_asked(plan: Plan, merged: Constraints) -> None:
-    """Check whether any layout that the planner searches can satisfy the constraints ``merged`` for the job (model,
-    cluster and batch) of ``plan``. If none can, raise the error that ``partition`` would raise. ``merged``: the plan's
-    constraints, some of them replaced.
-    """
+    """Raise the error that ``partition`` would raise if no layout that the planner searches can satisfy the constraints
+    ``merged`` for the job (model, cluster and batch) of ``plan``. ``merged``: the plan's constraints, some of them
+    replaced."""
     train = plan.objective == "train"
     check_request(plan.topology, merged, plan.optimizer, train, plan.profile)
     merged.check(plan.world_size, plan.global_batch or None)
@@ -217,8 +216,8 @@ def why_not(
     with ``model``, ``inputs`` and ``loss`` as they were given to ``partition``. If ``model`` is ``None``, the answer
     says only what the plan shows.
 
-    ``asked``: name of a constraint -> value. Raise :class:`ConstraintError` for unknown constraints or none at all, and
-    :class:`InputsError` if the model is not the plan's.
+    ``asked``: name of a constraint -> value. Raise :class:`ConstraintError` for unknown constraints or if ``asked`` is
+    empty, and :class:`InputsError` if the model is not the plan's.
     """
     if not asked:
         raise ConstraintError("no constraint is given; expected at least one, like tp=8 or pp=2, schedule='gpipe'")
@@ -271,9 +270,10 @@ def _list_allowed_baselines(plan: Plan) -> list[Candidate]:
 
 
 def _find_least_bound(plan: Plan, rows: list[Candidate]) -> float:
-    """Return a lower bound in seconds on the step of all plans of the layouts ``rows``. Other placements and cuts of a
-    layout that was tried may be faster than its plan, but not than its bound. The bound of a standard layout is only
-    that of its own choices, so its step time counts."""
+    """Return a lower bound in seconds on the step time of all plans of the layouts ``rows``: the least bound of the
+    layouts that ``plan``'s search examined. (A plan of a layout may be slower than other placements or cuts of that
+    layout, but its bound holds for all.) If no row was examined, all are standard layouts, and the least of their step
+    times is returned."""
     searched = [c.bound for c in rows if c.status in ("bounded", "solved") and c in plan.certificate.candidates]
     return min(searched, default=min((c.step_time for c in rows if c.step_time is not None), default=0.0))
 
@@ -310,12 +310,11 @@ def _explain_slower(
     other: Plan | None = None,
     least_s: float | None = None,
 ) -> WhyNot:
-    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` : a comparison of the plan
+    """Return the answer to the question why ``plan`` does not have the constraints ``asked``: a comparison of the plan
     with ``best``, the best candidate that has them. ``asked``: name of a constraint -> value. ``marks``: further
     sentences for the answer. ``other``: the plan of ``best``, if a plan was made with these constraints; otherwise
     ``None``. ``least_s``: a lower bound in seconds on the step of all plans with these constraints; ``None``: the bound
-    of ``best``.
-    """
+    of ``best``."""
     assert best.step_time is not None
     least_s = best.bound if least_s is None else least_s
     chosen = plan.estimate
@@ -396,10 +395,9 @@ def _count_layouts_text(count: int) -> str:
 
 def _no_plan(plan: Plan, asked: Mapping[str, Any], rows: list[Candidate]) -> WhyNot:
     """Return the answer to the question why ``plan`` does not have the constraints ``asked``, if the search found no
-    plan for any candidate that has them. The answer describes the candidate that lacks the least memory or, if none
-    lacks memory, gives the reasons of all. ``asked``: name of a constraint -> value. ``rows``: all candidates with
-    these constraints.
-    """
+    plan for any candidate that has them. The answer describes the candidate that lacks the least memory or, if no
+    candidate lacks memory, gives the reasons of all candidates. ``asked``: name of a constraint -> value. ``rows``: all
+    candidates with these constraints."""
     ranked = sorted(rows, key=lambda c: c.missing or 0)
     nearest = next((c for c in ranked if c.missing), ranked[0])
     limit = describe_tried_offload(plan) if nearest.missing else ""

@@ -97,8 +97,8 @@ class CauseFinder:
         return torch.zeros(self.plain.weights[name].numel()) if grad is None else grad.flatten()
 
     def is_close(self, one: Tensor, other: Tensor, scale: float) -> bool:
-        """Return whether ``one`` and ``other`` have the same shape and are equal but for rounding. ``scale``: largest
-        absolute element of the whole gradient, to which the rounding error is relative."""
+        """Return whether ``one`` and ``other`` have the same shape and are equal except for rounding. ``scale``:
+        largest absolute element of the whole gradient, to which the rounding error is relative."""
         if one.shape != other.shape:
             return False
         least = max(scale, 1e-6 * self.largest)
@@ -141,9 +141,9 @@ class CauseFinder:
         return Cause("not-held", text, f"Of {name}, these are {share}{where}.")
 
     def _find_missing(self, name: str) -> Cause | None:
-        """Return the cause (its name and a sentence for the user) if the gradient of the parameter ``name`` is missing
-        on some rank or zero on all ranks, although the right gradient of the elements there is not zero; ``None``
-        otherwise."""
+        """Return the cause (its name and a sentence for the user) if the gradient of the parameter ``name`` is ``None``
+        on some rank or zero on all ranks, although the right gradient of the elements on these ranks is not zero;
+        ``None`` otherwise."""
         holders = self.placed.holders[name]
         expected = self.expected(name)
         without = [h for h in holders if h.gradient is None and bool(expected[h.index].any())]
@@ -164,8 +164,9 @@ class CauseFinder:
         )
 
     def _find_untied(self, name: str) -> Cause | None:
-        """Return the cause if the parameter ``name`` is tied in the plain model (the user's model on one process), but
-        each rank has only the gradient through one of its uses; ``None`` otherwise."""
+        """Return the cause (its name and a sentence for the user) if the parameter ``name`` is tied in the plain model
+        (the user's model on one process), but each rank has only the gradient through one of its uses; ``None``
+        otherwise."""
         uses = self.parts.uses.get(name, {})
         if len(uses) < 2:
             return None
@@ -218,9 +219,8 @@ class CauseFinder:
         return {rank: math.sqrt(square) for rank, square in squares.items()}
 
     def _find_factor(self, name: str) -> Cause | None:
-        """Return the cause if, on every rank, the gradient of the parameter ``name`` is a constant times the right
-        gradient; the constant may differ by rank. Return ``None`` otherwise.
-        """
+        """Return the cause (its name and a sentence for the user) if, on every rank, the gradient of the parameter
+        ``name`` is a constant times the right gradient; the constant may differ by rank. Return ``None`` otherwise."""
         expected = self.expected(name)
         scale = float(expected.abs().max())
         factors: dict[int, float] = {}
@@ -301,9 +301,9 @@ class CauseFinder:
 
     def _find_swapped(self, name: str) -> Cause | None:
         """Return the cause (its name and a sentence for the user) if the gradient of the parameter ``name`` is right
-        but for the order of its elements, and ``None`` otherwise. Two causes are distinguished: each rank with a wrong
-        gradient has the right gradient of another rank's elements; or equal blocks along one dim are in a wrong order.
-        """
+        except for the order of its elements, and ``None`` otherwise. Two causes are distinguished: each rank with a
+        wrong gradient has the right gradient of another rank's elements; or equal blocks along one dim are in a wrong
+        order."""
         expected = self.expected(name)
         scale = float(expected.abs().max())
         holders = [h for h in self.placed.holders[name] if h.gradient is not None]
@@ -353,12 +353,13 @@ class CauseFinder:
         return None
 
     def _match_blocks(self, given: Tensor, expected: Tensor, dim: int, count: int, scale: float) -> list[int] | None:
-        """Return in which order a gradient has the blocks of the right gradient: for each of ``count`` equal blocks of
-        ``given`` along ``dim``, the index of the equal block of ``expected``. Return ``None`` if a block has none.
+        """Return the order of the blocks in a wrong gradient: for each of ``count`` equal blocks of ``given`` along
+        ``dim``, the index of the equal block of ``expected``. Return ``None`` if a block has none.
 
         ``given``: the gradient on one rank, NaN where the rank holds no elements; blocks of NaN are skipped.
         ``expected``: the right gradient, of the same shape. ``scale``: largest absolute element of the right gradient,
-        to which the rounding error is relative."""
+        to which the rounding error is relative.
+        """
         blocks = expected.chunk(count, dim)
         order = []
         for block in given.chunk(count, dim):
@@ -371,9 +372,10 @@ class CauseFinder:
         return order
 
     def _find_rounded(self, name: str) -> Cause | None:
-        """Return the cause (its name and a sentence for the user) if all elements of the gradient of the parameter
-        ``name`` are numbers of a type shorter than float64, times or divided by the number of ranks, and differ from
-        the right ones by its rounding."""
+        """Return the cause (its name and a sentence for the user) if the gradient of the parameter ``name`` was rounded
+        to a shorter dtype than float64. Then it differs from the right gradient by rounding errors of that dtype, and
+        all its elements are numbers of that dtype, possibly times or divided by the number of ranks. ``None``
+        otherwise."""
         expected = self.expected(name)
         least = max(float(expected.abs().max()), 1e-6 * self.largest)
         given = {h.rank: (h.gradient, expected[h.index]) for h in self.placed.holders[name] if h.gradient is not None}
@@ -393,9 +395,9 @@ class CauseFinder:
         return None
 
     def _find_reweighted(self, name: str) -> Cause | None:
-        """Return the cause if the gradient of the parameter ``name`` is a sum of the gradients through single samples
-        or tokens of the batch with wrong weights (not all are 1); ``None`` if it is not.
-        """
+        """Return the cause (its name and a sentence for the user) if the gradient of the parameter ``name`` is a sum of
+        the gradients through single samples or tokens of the batch with wrong weights (not all are 1); ``None`` if the
+        gradient is not such a sum."""
         ranks = sorted({h.rank for h in self.placed.holders[name]})
         fits = {rank: self._fit_pieces(rank) for rank in ranks}
         found = {rank: weights for rank, weights in fits.items() if weights is not None}
@@ -479,7 +481,8 @@ def _is_same_fit(one: Mapping[tuple[int, int], float], other: Mapping[tuple[int,
 def _name_weights(weights: Mapping[tuple[int, int], float], labels: Sequence[tuple[int, int]]) -> Cause | None:
     """Return the cause (its name and a sentence for the user) why pieces of the batch contribute to gradients with
     wrong ``weights``; ``None`` if all are 1. ``weights``: (sample, part of the sequence) -> weight, 1 if right.
-    ``labels``: (sample, part of the sequence) of all pieces, also of those without a target, which have no weight."""
+    ``labels``: (sample, part of the sequence) of all pieces, including pieces without a target, which have no weight.
+    """
     samples = sorted({sample for sample, _ in weights})
     by_sample = {s: [w for (sample, _), w in weights.items() if sample == s] for s in samples}
     if all(max(w) - min(w) < 1e-6 for w in by_sample.values()):
@@ -514,7 +517,7 @@ def _split_equal_weights(means: Mapping[int, float], pieces: Sequence[int]) -> i
     Return the number of groups; ``None`` if the weights do not show this.
 
     ``means``: index of a sample (or part of the sequence) in the batch -> its weight in the gradient, 1 if right.
-    ``pieces``: the indices of all samples (or parts), also of those that have no target and therefore no weight. If
+    ``pieces``: the indices of all samples (or parts), including samples that have no target and therefore no weight. If
     group i of n groups has the fraction f_i of all targets, the mean of means gives it the weight 1 / (n f_i). The
     fractions add up to 1, so the inverse weights of the groups add up to n.
     """
@@ -538,8 +541,7 @@ def _split_equal_weights(means: Mapping[int, float], pieces: Sequence[int]) -> i
 def list_groupings(ranks: Sequence[int], world_size: int) -> list[list[list[int]]]:
     """Return all ways to divide ``ranks`` into groups over which a reduction may be missing. Each way is a list of
     groups, and a group is a list of ranks. A group has consecutive ranks, or ranks at equal distances, and its size
-    divides ``world_size`` (the number of all ranks). The last way has one group of all ``ranks``.
-    """
+    divides ``world_size`` (the number of all ranks). The last way is a single group of all ``ranks``."""
     found = []
     for size in range(2, world_size):
         if world_size % size:

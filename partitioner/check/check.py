@@ -72,8 +72,8 @@ class LayoutCheck:
     Attributes:
         ok: whether outputs, loss and gradients are equal.
         errors: relative error by name: ``loss``, ``output <path>``, ``grad <name>``.
-        differences: the results that differ, grouped by cause. Unknown causes come last, and before them causes that
-            follow from others; otherwise causes with the most results come first.
+        differences: the results that differ, grouped by cause. Causes with the most results come first, then causes
+            that follow from other causes, then unknown causes.
         world_size: number of ranks.
         loss_is: how the ranks' losses give the loss: ``equal``, ``mean``, ``sum``, or ``none`` if none was returned.
     """
@@ -171,7 +171,7 @@ def _explain(
     finder: CauseFinder, plain: PlainResults, outcomes: Sequence[RankOutcome], wrong: dict[str, float], foreign: bool
 ) -> list[LayoutDifference]:
     """Return the differences between a distributed model and the plain model (the user's model on one process), grouped
-    by cause. Causes that follow from others, and then unknown causes, come last.
+    by cause. Causes that follow from other causes, and then unknown causes, come last.
 
     ``finder``: finds the cause of a wrong gradient. ``plain``: results of the plain model. ``outcomes``: results of
     each rank. ``wrong``: name of each result that differs -> relative error. ``foreign``: whether ranks have weights
@@ -214,9 +214,9 @@ def _explain(
 
 
 def _name_wrong_term(plain: PlainResults, wrong: Mapping[str, float], unknown: Sequence[str]) -> Cause | None:
-    """Return the cause that only a term of the loss is wrong, if the loss is wrong although the gradient of the
-    matrix that forward uses last is right; ``None`` if it is wrong, or if a wrong gradient has a cause of its own. That
-    of a bias does not count: it is right also if samples have the targets of others.
+    """Return the cause "only one term of the loss is wrong". It applies if the loss is wrong, the gradient of the
+    matrix that forward uses last is right, and no wrong gradient has another cause; otherwise return ``None``. (The
+    gradient of a bias says nothing: it is right even if samples have the targets of other samples.)
 
     ``plain``: results of the plain model (the user's model on one process). ``wrong``: name of each result that differs
     -> relative error. ``unknown``: the names of those without a cause.
@@ -237,7 +237,8 @@ def _name_wrong_term(plain: PlainResults, wrong: Mapping[str, float], unknown: S
 
 
 def _explain_unknown(causes: dict[str, Cause], plain: PlainResults, first_wrong: Cause | None, foreign: bool) -> None:
-    """Replace unknown causes in ``causes`` by a cause that points to another difference, if they can follow from it.
+    """Replace unknown causes in ``causes`` by a cause that points to another difference, if they can follow from that
+    difference.
 
     A wrong output makes the loss and gradients wrong. An error in backward also makes the gradients of all parameters
     wrong that forward uses earlier.
@@ -326,7 +327,7 @@ def _is_whole(plain: PlainResults, placed: PlacedShards, elements: ForeignElemen
     process), although they also hold ``elements``, which the plain model does not have. Then ``elements`` are
     additions, such as padding, and replace nothing.
 
-    The parameter is the one some of whose elements lie in the same tensor as ``elements``, on this rank or on another.
+    The parameter is the one that has elements in the same tensor as ``elements``, on this rank or on another one.
     ``plain``: results of the plain model. ``placed``: the elements that each rank holds.
     """
     beside = {other.beside for other in placed.foreign if other.name == elements.name} - {None}

@@ -202,11 +202,10 @@ def compare_loss(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> tuple[
 
 
 def compare_output(expected: Tensor, given: Tensor) -> float:
-    """Return the relative error of ``given``, an output of one rank of a distributed model, against ``expected``, the
-    output of the user's model on one process, or against the part of ``expected`` that is nearest to it: a slice, or
-    some of its slices along one dim in ascending order, such as the two chunks of a sequence that a rank has where the
-    work of a causal mask is balanced. Infinite if ``given`` cannot be a part.
-    """
+    """Return the relative error of ``given``, an output of one rank of a distributed model. It is compared with the
+    nearest part of ``expected``, the output of the user's model on one process: all of it, a slice, or several slices
+    along one dim in ascending order (such as the two chunks of a sequence that a rank has if causal attention is
+    balanced over ranks). The result is infinite if ``given`` cannot be a part."""
     if given.dim() != expected.dim() or any(g > e for g, e in zip(given.shape, expected.shape, strict=True)):
         return math.inf
     scale = float(expected.abs().max()) if expected.numel() else 0.0
@@ -220,10 +219,9 @@ _MOST_SLICES = 256  # slices of the plain model's output that are compared with 
 
 
 def _slices_with_element(whole: Tensor, part: Tensor, scale: float) -> list[Tensor]:
-    """Return slices of ``whole`` with the shape of ``part`` that have the largest element of ``part`` at the same
-    position as ``part``; at most 256. ``scale``: largest absolute element of ``whole``, to which the rounding error is
-    relative.
-    """
+    """Return slices of ``whole`` with the shape of ``part`` whose element at the position of the largest element of
+    ``part`` equals that element; at most 256. ``scale``: largest absolute element of ``whole``, to which the rounding
+    error is relative."""
     if part.numel() == 0 or part.dim() == 0:
         return []
     place = torch.unravel_index(part.abs().argmax(), part.shape)
@@ -234,9 +232,9 @@ def _slices_with_element(whole: Tensor, part: Tensor, scale: float) -> list[Tens
 
 
 def _select_ascending(whole: Tensor, part: Tensor) -> list[Tensor]:
-    """Return, as a list of one, the slices of ``whole`` that are nearest to those of ``part``, along the only dim in
-    which ``part`` is shorter. Return an empty list if their order is not ascending, or if there is no such dim.
-    """
+    """Return a list with one tensor of the shape of ``part``: for each slice of ``part`` along the only dim in which
+    ``part`` is shorter than ``whole``, the nearest slice of ``whole``. The list is empty if the order of these slices
+    in ``whole`` is not ascending, or if there is not exactly one such dim."""
     dims = [dim for dim, (w, p) in enumerate(zip(whole.shape, part.shape, strict=True)) if w != p]
     if len(dims) != 1 or part.numel() == 0 or max(whole.shape[dims[0]], part.shape[dims[0]]) > _MOST_SELECTED:
         return []

@@ -46,9 +46,8 @@ def name_output_cause(expected: Tensor, given: Sequence[Tensor], world_size: int
 
 
 def _match_blocks(given: Tensor, expected: Tensor, dim: int, count: int) -> list[int] | None:
-    """Return in which order ``given`` has the blocks of ``expected``: for each of ``count`` equal blocks along ``dim``,
-    the index of the equal block of ``expected``. Return ``None`` if a block has none.
-    """
+    """Return the order of the blocks of ``given``: for each of ``count`` equal blocks along ``dim``, the index of the
+    equal block of ``expected``. Return ``None`` if a block has none."""
     blocks = expected.chunk(count, dim)
     order = [next((i for i, b in enumerate(blocks) if _is_equal(g, b)), -1) for g in given.chunk(count, dim)]
     return None if -1 in order else order
@@ -56,8 +55,8 @@ def _match_blocks(given: Tensor, expected: Tensor, dim: int, count: int) -> list
 
 def find_first_wrong_module(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> Cause | None:
     """Return a cause that names the first module of a distributed model with a wrong output, in the order in which
-    modules return, and says what is wrong with it. ``None`` if no output is found to be wrong. An output is right if
-    each rank has a part of the plain model's output, or if a sum over a group of ranks is such a part.
+    modules return, and says what is wrong with that output. ``None`` if no output is found to be wrong. An output is
+    right if each rank has a part of the plain model's output, or if a sum over a group of ranks is such a part.
 
     ``plain``: the results of the plain model (the user's model on one process), with the output of each module.
     ``outcomes``: the results of the distributed model on each rank, with the outputs of its modules.
@@ -89,12 +88,13 @@ def find_first_wrong_module(plain: PlainResults, outcomes: Sequence[RankOutcome]
 
 
 def find_first_wrong_backward(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> Cause | None:
-    """Return a cause that names the first module, in the order of backward, the gradient of whose output is wrong,
-    although all outputs are right. ``None`` if there is none, or if no gradient before it is right.
+    """Return a cause that names the first module, in the order of backward, whose output gradient is wrong. This
+    function is for models whose outputs are all right. ``None`` if there is no such module, or if no output gradient
+    before it is right.
 
     ``plain``: the results of the plain model (the user's model on one process), with the gradient of the output of each
-    module. ``outcomes``: the results of the distributed model on each rank. A gradient is right if, but for one factor,
-    each rank has a part of the plain model's gradient, or if a sum over a group of ranks is such a part.
+    module. ``outcomes``: the results of the distributed model on each rank. A gradient is right if, up to a constant
+    factor, each rank has a part of the plain model's gradient, or if a sum over a group of ranks is such a part.
     """
     by_rank = [{_match_name(plain, n): calls for n, calls in o.module_gradients.items()} for o in outcomes]
     last, factor = "", 0.0
@@ -147,8 +147,8 @@ def _match_name(plain: PlainResults, name: str) -> str:
 
 
 def _is_right(expected: Sequence[Tensor], given: dict[int, list[Tensor]], world_size: int) -> bool:
-    """Return whether the outputs of one module on the ranks are right. They are if each is a part of an output of the
-    plain model (the user's model on one process), or if their sum over a group of ranks is.
+    """Return whether the outputs of one module on the ranks are right. They are right if each is a part of an output of
+    the plain model (the user's model on one process), or if their sum over a group of ranks is such a part.
 
     ``expected``: the module's outputs in the plain model, one for each call. ``given``: rank -> the module's outputs on
     it, one for each call. ``world_size``: number of ranks.
@@ -213,8 +213,8 @@ def _name_bias(plain: PlainResults, name: str, given: dict[int, list[Tensor]]) -
 
 def _name_fused_cut(plain: PlainResults, last: str, name: str, held: dict[int, list[Tensor]]) -> Cause | None:
     """Return the cause that a fused output (such as queries, keys and values together) was cut over the ranks as a
-    whole, and not each part by itself. It is returned if ranks have different numbers of columns of the first part;
-    ``None`` if they do not, or if this cannot be found out.
+    whole, and not each part by itself. The cause applies if ranks have different numbers of columns of the first part.
+    ``None`` if they have equal numbers, or if these cannot be determined.
 
     ``plain``: results of the plain model (the user's model on one process). ``last``: the module with the fused output.
     ``name``: the module with a wrong output that reads a combination of the parts; the width of its weight is the width

@@ -1,4 +1,4 @@
-"""The plain model on one process: its results, and the parts of which its gradients are sums."""
+"""The plain model on one process: its results, and the terms of its gradients."""
 
 from __future__ import annotations
 

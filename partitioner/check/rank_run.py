@@ -103,7 +103,8 @@ def run_rank(target: str, dropout: bool = False, trace: bool = False) -> RankOut
 
 @contextmanager
 def _unwrapped_groups_for_ddp() -> Iterator[None]:
-    """Return a context in which ``DistributedDataParallel`` uses a process group whose collectives are not verified.
+    """Return a context manager within which ``DistributedDataParallel`` uses a process group whose collectives are not
+    verified.
 
     torch 2.13 ends the process by a segmentation fault if ``DistributedDataParallel`` is created on a Gloo group under
     ``TORCH_DISTRIBUTED_DEBUG=DETAIL``: its logger takes the verifying group for another class.

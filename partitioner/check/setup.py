@@ -1,4 +1,4 @@
-"""The input of ``check``: the plain model, how it is distributed, and one step of it."""
+"""The input of ``check``: the plain model, how it is distributed, and one training step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class StepResult:
     Attributes:
         loss: the loss of the global batch, or this rank's share of it: the mean or the sum over the ranks may be the
             loss of the plain model. ``None`` on ranks that do not compute it.
-        outputs: the model's outputs, whole, as a ``DTensor``, or the slice of this rank; ``None`` to compare none.
+        outputs: the model's outputs: whole, as a ``DTensor``, or the slice of this rank; ``None``: outputs are not
+            compared.
         gradients: name in the plain model -> whole gradient, for gradients that are not in ``.grad`` of the distributed
             parameters.
     """
@@ -42,8 +43,8 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Setup:
-    """A model, and the way in which it is distributed. The user writes a function without arguments that returns it;
-    the function is called on every rank.
+    """A model, and the way in which it is distributed. The user writes a function without arguments that returns a
+    ``Setup``; the function is called on every rank.
 
     Attributes:
         plain: the plain model. Its type becomes float64, and every element of its parameters gets a value of its own.
@@ -55,7 +56,7 @@ class Setup:
             backward of this rank, with every reduction of gradients, and returns the loss, ``(loss, outputs)`` or a
             :class:`StepResult`. ``None``: the module runs on the whole batch, and backward follows.
         loss: ``loss(output)`` returns the loss from the output of the plain model. ``None``: the output is the loss, or
-            has it as ``loss``.
+            has the loss as its attribute ``loss``.
         clip_norm: largest L2 norm of all gradients of the plain model, if ``step`` clips gradients; else ``None``.
     """
 
@@ -126,7 +127,7 @@ def run_model(model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> 
 
 def loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     """Return the loss of a model's ``output``. ``loss``: the user's function that computes it from the output;
-    ``None``: the output is the loss, or has it as ``loss``.
+    ``None``: the output is the loss, or has the loss as its attribute ``loss``.
 
     Raise :class:`CheckSetupError` if the result is not one number.
     """

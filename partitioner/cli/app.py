@@ -552,9 +552,8 @@ def _print_summary(found: Any) -> None:
 
 
 def _so_far(seen: Any) -> str:
-    """Return the progress of a search as a short text. ``seen``: a ``Progress`` object. It has the best step time so
-    far, and the numbers of candidate plans that were solved, that a lower bound ruled out, and that remain.
-    """
+    """Return the progress of a search as a short text. ``seen``: a ``Progress`` object. ``seen`` has the best step time
+    so far, and three numbers of candidates: solved, ruled out by a lower bound, and remaining."""
     best = f", best so far {seconds_text(seen.best)}" if seen.best is not None else ""
     return (
         f"{format_plural(seen.num_evaluated, 'candidate')} solved, {seen.num_bounded} bounds, "

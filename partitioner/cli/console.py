@@ -116,8 +116,7 @@ def takes_constraints(ctx: Any) -> bool:
 
 def _is_of_the_command_line(error: Exception) -> bool:
     """Return whether the command line itself reports ``error``: an ``OSError``, or an exception with which typer ends a
-    command. Other exceptions are converted to errors of this project.
-    """
+    command. Other exceptions are converted to errors of this project before they are reported."""
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in ("click", "typer")
 
 
@@ -180,8 +179,7 @@ def build_error_console() -> Console:
 @contextlib.contextmanager
 def show_spinner(doing: str) -> Iterator[Callable[[str], None]]:
     """Show the text ``doing`` with a spinner while the block runs. The block receives a function that takes a new text
-    and shows it instead. Nothing is shown if the standard error is no terminal.
-    """
+    and shows it instead. Nothing is shown if the standard error is not a terminal."""
     console = build_error_console()
     if console.is_terminal:
         with console.status(doing) as status:
@@ -193,8 +191,7 @@ def show_spinner(doing: str) -> Iterator[Callable[[str], None]]:
 @contextlib.contextmanager
 def show_progress_bar(doing: str) -> Iterator[Callable[[str, int, int], None]]:
     """Show a progress bar with the text ``doing`` while the block runs. The block receives a function that takes (text,
-    steps done, total steps) and updates the bar. Nothing is shown if the standard error is no terminal.
-    """
+    steps done, total steps) and updates the bar. Nothing is shown if the standard error is not a terminal."""
     console = build_error_console()
     if not console.is_terminal:
         yield lambda words, done, total: None

@@ -174,7 +174,7 @@ class TargetModel:
     """The model for which a command plans, from the user's function or from a Hugging Face configuration.
 
     ``model``: the module. ``inputs``: one global batch; ``None`` if the function returned none. ``loss``: function that
-    computes the loss from the output; ``None`` if the output is the loss or has it. ``pretrained``: for a
+    computes the loss from the output; ``None`` if the output is or contains the loss. ``pretrained``: for a
     configuration, the same model together with its weights and with notes for the user; ``None`` for a function.
     """
 
@@ -189,7 +189,7 @@ class TargetModel:
 
     def global_batch(self, asked: int | None) -> int | None:
         """Return the value to pass to ``partition`` as ``global_batch``, in samples: ``asked``, the value of the
-        command's option (``None``: not given). For the model of a Hugging Face configuration it is ``None``, because
+        command's option (``None``: not given). For the model of a Hugging Face configuration, return ``None``, because
         its inputs were made with that number of samples."""
         return None if self.pretrained is not None else asked
 
@@ -252,7 +252,7 @@ def _find_planned_length(plan: Plan, load: Callable[[int | None], PretrainedMode
     the same shapes as the inputs of ``plan``; ``None`` for the default length.
 
     The lengths that are tried are the dims of the plan's inputs, those of sequences of tokens first, then the default.
-    If none gives these shapes, return the first one. ``load``: builds the model with inputs of a length.
+    If no length gives these shapes, return the first one. ``load``: builds the model with inputs of a length.
     """
     from partitioner.pretrained.configuration import PretrainedError
 
@@ -274,7 +274,7 @@ def _find_planned_length(plan: Plan, load: Callable[[int | None], PretrainedMode
 
 def announce_target(text: str, *, meta: bool = False, asked: SampleOptions | None = None) -> TargetModel:
     """Return the model that ``text`` names, with inputs and loss if it has them. If it was built from a configuration,
-    print its class, its task, why it has these, and the shapes of its inputs.
+    print its class, its task, the reason for both, and the shapes of its inputs.
 
     ``text``: ``FILE.py:FUNCTION``, where the function returns the model, or the path or name of a Hugging Face
     configuration. ``meta``: create a function's tensors on the meta device. ``asked``: options for a configuration;

@@ -48,9 +48,8 @@ def rank_parts(plan: Plan, rank: int) -> Iterator[RenderableType]:
 
 
 def _build_state_table(mine: RankProgram) -> RenderableType:
-    """Return a table of the rank's parameters and buffers with their layouts and shapes; of many, only the first are
-    listed. ``mine``: the program of the rank.
-    """
+    """Return a table of the rank's parameters and buffers with their layouts and shapes; only the first are listed if
+    there are many. ``mine``: the program of the rank."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("state", overflow="fold")
     for title in ("kind", "layout", "whole", "this rank", "type", "gradient over"):
@@ -90,8 +89,7 @@ def _format_instructions(mine: RankProgram) -> RenderableType:
 
 def topology_parts(topology: Topology) -> Iterator[RenderableType]:
     """Yield the description of ``topology`` as parts to print: device types, nodes with their hosts, levels of links,
-    and links or devices that differ from these.
-    """
+    and single links or devices with other properties."""
     count = f"{format_plural(topology.num_devices, 'device')} on {format_plural(topology.num_nodes, 'node')}"
     price = topology.price_per_hour
     yield format_heading(f"{topology.name}: {count}" + (f", {price:,.2f} USD/h" if price is not None else ""))

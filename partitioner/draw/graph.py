@@ -129,9 +129,8 @@ def stage_panel(
 
 
 def draw_panel(parent: ET.Element, panel: Panel, x: float, y: float, width: float, height: float) -> None:
-    """Draw ``panel`` into ``parent``. ``x``, ``y``: its top left corner in pixels. ``width``, ``height``: the size in
-    pixels of the panel as drawn, at least that of its contents.
-    """
+    """Draw ``panel`` into ``parent``. ``x``, ``y``: its top left corner in pixels. ``width``, ``height``: the size of
+    the drawn panel in pixels, at least the size of its contents."""
     outer = draw_group(parent)
     head = draw_group(outer, panel.tooltip)
     draw_rectangle(head, x, y, width, height, "panel", stroke="line", radius=10)
@@ -165,9 +164,8 @@ def draw_curve(parent: ET.Element, points: Sequence[Point], colour: str, width: 
 
 
 def _short_of(tip: Point, start: Point) -> Point:
-    """Return the point (x, y) in pixels at which to end the line of an arrow, so that it stops a little inside the
-    arrow head. ``tip``: the tip of the head. ``start``: a point of the line before it.
-    """
+    """Return the point (x, y) in pixels at which to end the line of an arrow. The point is a little inside the arrow
+    head. ``tip``: the tip of the head. ``start``: a point of the line before it."""
     dx, dy = start[0] - tip[0], start[1] - tip[1]
     length = max(1e-6, (dx * dx + dy * dy) ** 0.5)
     return tip[0] + dx / length * (_HEAD - 1), tip[1] + dy / length * (_HEAD - 1)
@@ -179,8 +177,7 @@ _DIRECTIONS = ("forward", "backward")
 def group_card(calls: CallGroup, note: str = "") -> Card:
     """Return the card (a list of text lines) of ``calls``, a sequence of repeated blocks, such as decoder layers: names
     of the blocks, their number, module paths, notes, collectives by kind, parameters, and how weights are sharded.
-    ``note``: a further note, before the others; none if empty.
-    """
+    ``note``: a further note, before the others; an empty text adds none."""
     title = calls.title
     rows = [CardRow(title, 13, bold=True, aside=f"× {calls.count}" if calls.count > 1 else "")]
     if calls.paths and calls.paths != title:
@@ -574,8 +571,7 @@ class _GraphScene:
 
     def build_memory_rows(self, ranks: Sequence[int]) -> list[CardRow]:
         """Return a list with one row: the peak memory and the usable memory of the rank among ``ranks`` that uses the
-        largest fraction of its device. The list is empty if the plan has no memory estimate for them.
-        """
+        largest fraction of its device. The list is empty if the plan has no memory estimate for these ranks."""
         peaks, rooms = self.plan.estimate.memory, list_usable_bytes(self.plan)
         known = [r for r in ranks if r < len(peaks)]
         if not known:

@@ -4,8 +4,9 @@
 depend on the fonts of a machine; the caller draws the contents.
 
 ``draw_wires`` draws lines between panels that are not adjacent. Panels are arranged in rows. A line leaves its panel at
-the bottom, runs in a lane of the gutter below the row, and enters the other panel. A margin at the right holds the
-lines that pass a whole row. All angles are right angles, so that many lines remain distinguishable.
+the bottom, runs along a lane (one of the parallel lines) in the gutter, the space below the row, and enters the other
+panel. A margin at the right holds the vertical parts of lines that pass a whole row. All angles are right angles, so
+that many lines remain distinguishable.
 """
 
 from __future__ import annotations
@@ -154,8 +155,8 @@ class _WireRun:
 
 @dataclass
 class WireLanes:
-    """Describes the horizontal lines (lanes) in the gutters between rows of panels along which wires run, and the
-    points at which they leave and enter panels.
+    """Describes the horizontal lines (lanes) in the gutters between rows of panels along which wires (lines between
+    panels) run, and the points at which wires leave and enter panels.
 
     ``boxes``: the position of each panel. ``wires``: all wires. ``right``: x coordinate at which the panels end.
     ``ends``: (index of a wire, whether at its target) -> x coordinate of that end. ``runs``: index of a wire -> its
@@ -315,9 +316,8 @@ def _draw_polyline(parent: ET.Element, corners: Sequence[Point], wire: Wire) -> 
 
 
 def _step_towards(corner: Point, other: Point, most: float = _RADIUS) -> Point:
-    """Return the point on the way from ``corner`` to ``other`` at a distance of ``most`` pixels, or halfway if that is
-    nearer. The way is horizontal or vertical.
-    """
+    """Return the point on the line from ``corner`` to ``other`` that is ``most`` pixels from ``corner``, or the middle
+    of the line if that is nearer. The line is horizontal or vertical."""
     dx, dy = other[0] - corner[0], other[1] - corner[1]
     length = abs(dx) + abs(dy)
     if length == 0:

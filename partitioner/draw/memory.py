@@ -1,6 +1,6 @@
 """The ``memory`` view: memory of a rank of each stage over the step, by kind, below the usable memory of its device.
 
-The simulated program gives states, saved activations and gradients in transfer, call by call. The cost model adds
+States, saved activations and gradients in transfer come from the simulated program, call by call. The cost model adds
 optimizer states and the working memory of operators. All ranks of a stage use equal amounts.
 """
 
@@ -202,10 +202,9 @@ class _MemoryChart:
         return root
 
     def _describe_usable_memory(self) -> str:
-        """Return a sentence with the usable memory of a device, for the subtitle of the picture. It is needed if this
-        memory is so far above the peak that its line is not in the picture. Return an empty text if the line is
-        visible.
-        """
+        """Return a sentence with the usable memory of a device, for the subtitle of the picture. The sentence is needed
+        if the usable memory is so far above the peak that its line is not in the picture. If the line is in the
+        picture, return an empty text."""
         if not self.far:
             return ""
         return f" Usable are {bytes_text(min(self.rooms))}, far beyond the scale."

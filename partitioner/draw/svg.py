@@ -123,10 +123,9 @@ _NUM_GRADIENT = len(_GRADIENT_LIGHT.split())
 
 
 def name_stage_colour(number: int, count: int) -> str:
-    """Return the name of the colour for ``number``, the index of one of ``count`` pipeline stages or device types. Up
-    to eight have colours of different hues. Of more, the colours are a gradient from the first to the last, and up to
-    32 have colours of their own.
-    """
+    """Return the name of the colour for ``number``, the index of one of ``count`` pipeline stages or device types. If
+    ``count`` is at most eight, the colours have different hues. If it is more, they form a gradient from the first to
+    the last; if it is more than 32, neighbours share colours."""
     if count <= NUM_STAGE_COLOURS:
         return f"stage_{number}"
     return f"gradient_{round(number * (_NUM_GRADIENT - 1) / (count - 1))}"
@@ -141,10 +140,9 @@ PALETTE |= {
 
 
 def name_chunk_colour(colour: str, chunk: int) -> str:
-    """Return the name of the colour for a box of a timeline. Computations on virtual stage 0, and other operations,
-    have ``colour`` itself; computations on later ones a paler variant. ``colour``: name of the colour of its operation,
-    such as ``forward``. ``chunk``: which of its rank's virtual pipeline stages the box belongs to, from 0.
-    """
+    """Return the name of the colour for a box of a timeline. Computations on later virtual stages than 0 have a paler
+    variant of ``colour``; everything else has ``colour`` itself. ``colour``: name of the colour of its operation, such
+    as ``forward``. ``chunk``: which of its rank's virtual pipeline stages the box belongs to, from 0."""
     return f"{colour}_{min(chunk, max(_LATER))}" if chunk and colour in _COMPUTED else colour
 
 
@@ -217,9 +215,8 @@ def create_picture(width: float, height: float, description: str) -> ET.Element:
 
 
 def draw_group(parent: ET.Element, tooltip: str = "", name: str = "") -> ET.Element:
-    """Append a ``<g>`` element to ``parent`` and return it. ``tooltip``: shown in browsers when the pointer rests on
-    it; none if empty. ``name``: its ``class`` attribute.
-    """
+    """Append a ``<g>`` element to ``parent`` and return it. ``tooltip``: text that browsers show when the pointer rests
+    on the element; empty: no tooltip. ``name``: its ``class`` attribute."""
     element = ET.SubElement(parent, "g", {"class": name} if name else {})
     if tooltip:
         ET.SubElement(element, "title").text = tooltip
@@ -334,8 +331,7 @@ _NARROW, _WIDE = frozenset("iljtfrI.,:;'|!()[] -·"), frozenset("mwMWQ%@→×")
 
 def text_width(content: str, size: float, bold: bool = False) -> float:
     """Return an estimate of the width of ``content`` in pixels. The exact width depends on the fonts of the viewer, so
-    the estimate is rather too wide. ``size``: of the letters, in pixels. ``bold``: the letters are bold.
-    """
+    the estimate tends to be too wide. ``size``: of the letters, in pixels. ``bold``: whether the letters are bold."""
     width = 0.0
     for char in content:
         if char in _NARROW:
@@ -432,8 +428,8 @@ _BAR_WIDTH, _BAR_HEIGHT = 110.0, 8.0
 
 @dataclass(frozen=True)
 class CardRow:
-    """Describes a line of a card: a colour swatch, ``text``, the smaller grey text ``aside`` after it, and texts in
-    ``columns`` that are aligned to the right.
+    """Describes a line of a card: a colour swatch, then ``text``, then the smaller grey text ``aside``, and at the
+    right the texts in ``columns``.
 
     ``size``: size of the letters in pixels. ``bold``: whether they are bold. ``fill``, ``swatch``: names of the colours
     of the text and of the swatch; no swatch if empty. ``bar``: a fraction of 1 that is drawn as a bar before the text;
@@ -461,7 +457,7 @@ class CardRow:
 
     @property
     def width(self) -> float:
-        """Return the width in pixels of this line of text with its swatch, bar and text aside. The texts in
+        """Return the width in pixels of this line with its swatch, bar, ``text`` and ``aside``. The texts in
         ``columns``, which all rows of a card align, are not included."""
         aside = text_width(self.aside, self.size - 1) + 8 if self.aside else 0.0
         return self.lead + text_width(self.text, self.size, self.bold) + aside

@@ -45,11 +45,10 @@ Lane = Literal["compute", "exchange", "reduce", "gather", "host"]
 
 @dataclass(frozen=True)
 class OperationStyle:
-    """Describes how one kind of instruction is drawn in a timeline. ``lane``: in which of the parallel lines (lanes) of
-    a stage's row its boxes are. ``colour``: name of the colour of its box. ``on``: name of the colour of the text in
+    """Describes how one kind of instruction is drawn in a timeline. ``lane``: name of the parallel line (lane) in a
+    stage's row that has the boxes. ``colour``: name of the colour of its box. ``on``: name of the colour of the text in
     the box. ``meaning``: the text that explains the colour in the legend. ``verb``: the name of the operation in
-    tooltips.
-    """
+    tooltips."""
 
     lane: Lane
     colour: str
@@ -82,9 +81,8 @@ LOOKS: dict[str, OperationStyle] = {
 
 
 def look_of(instruction: Instruction) -> OperationStyle | None:
-    """Return how ``instruction`` is drawn in a timeline: its lane (line within the row of the stage), colours and
-    texts. ``None`` if it is not drawn, because it takes no time of its own.
-    """
+    """Return the style in which ``instruction`` is drawn in a timeline: its lane (line within the row of the stage),
+    colours and texts. ``None`` if it is not drawn, because it takes no time of its own."""
     return LOOKS.get(instruction.word)
 
 
@@ -129,8 +127,7 @@ def draw_plan_timeline(plan: Plan) -> str:
 def _scale_bars_to_step_time(plan: Plan, bars: list[Bar]) -> tuple[list[Bar], list[str]]:
     """Return two values: ``bars`` scaled so that the simulated step takes the step time of ``plan``, with the
     optimizer's update appended; and sentences on the difference between the two times. ``bars``: the instructions of
-    the simulated step. They are returned unscaled if consecutive steps overlap, or if one of the times is 0.
-    """
+    the simulated step. If consecutive steps overlap, or if one of the times is 0, the bars are returned unscaled."""
     step, gradients = plan.estimate.step_time, max((b.end for b in bars), default=0.0)
     whole, update = simulated_seconds(plan, gradients)
     if plan.constraints.overlap_steps:
@@ -203,9 +200,8 @@ def find_repeated_parts(program: Program, bars: Sequence[Bar]) -> tuple[Fold, ..
 
 
 def get_bar_style(bar: Bar) -> OperationStyle:
-    """Return how ``bar``, the box of one instruction, is drawn: its lane (line within the row of the stage), colours
-    and texts. Its instruction must be of a kind that is drawn.
-    """
+    """Return the style in which ``bar``, the box of one instruction, is drawn: its lane (line within the row of the
+    stage), colours and texts. Its instruction must be of a kind that is drawn."""
     look = look_of(bar.instruction)
     assert look is not None, bar.instruction
     return look
@@ -237,9 +233,8 @@ class _HeaderTexts(NamedTuple):
 class _TimelineChart:
     """Draws the instructions ``bars`` of the stages of ``program`` over time. ``texts``: the texts of its header.
     ``total``: seconds at which the axis ends; ``None``: at the end of the last bar. ``repeated``: the repeated parts of
-    the step. ``share``: the fraction of the usual numbers of computations from which the middle
-    of the step is left out.
-    """
+    the step. ``share``: a factor, at most 1, on the number of computations above which the middle of the step is left
+    out."""
 
     def __init__(
         self,
@@ -275,10 +270,9 @@ class _TimelineChart:
             self.scale = replace(self.scale, gap=_GAP_WIDTH)
 
     def _find_hidden_parts(self, bars: Sequence[Bar], folds: Sequence[Fold]) -> tuple[Fold | Gap, ...]:
-        """Return the parts of the step that are not drawn: repetitions and, if the rest is too long, its middle.
-        ``bars``: the instructions of all stages, of which only forwards and backwards count. ``folds``: the repeated
-        parts.
-        """
+        """Return the parts of the step that are not drawn: repetitions and, if the step is too long without them, its
+        middle. ``bars``: the instructions of all stages, of which only forwards and backwards count. ``folds``: the
+        repeated parts."""
         stages = len(self.program.stages)
         most = min(_BOXES_LIMIT, max(_MOST_BOXES, 2 * stages**2))  # the computations while a pipeline fills, and more
         by_stage: dict[int, list[Bar]] = {}
@@ -400,7 +394,8 @@ class _TimelineChart:
         return [*entries, ("hatched", "idle")]
 
     def find_chunk_number(self, bar: Bar) -> int:
-        """Return which of its rank's virtual pipeline stages the instruction of ``bar`` belongs to, from 0."""
+        """Return the index, from 0, of the virtual stage (among those of one rank) to which the instruction of ``bar``
+        belongs."""
         calls = bar.instruction.calls
         return max(0, bisect_right(self.chunks[bar.stage], calls[0]) - 1) if calls else 0
 

@@ -1,6 +1,6 @@
 """Choose the parts of a timeline that are not drawn, and map times to a pixel axis that leaves them out.
 
-Equal periods are drawn once. If the rest is still too long, the middle of the step is left out.
+Equal periods are drawn once. If the step is still too long, its middle is left out.
 
 A period begins with an anchor: the forward (or backward) of the next microbatch, or of the next layer, on the busiest
 stage. Two periods are equal if all stages run equal instructions at equal times after the anchor. Microbatches, calls
@@ -71,7 +71,7 @@ class Gap:
 
     @property
     def hidden(self) -> tuple[float, float]:
-        """Return (start, end) of the part, in seconds from the start of the step."""
+        """Return (start, end) of the part of the step that is not drawn, in seconds from the start of the step."""
         return self.start, self.end
 
 
@@ -109,9 +109,8 @@ class TimeScale:
         return self.shown / max(1.0, self.width - self.gap * len(self.folds))
 
     def x(self, seconds: float) -> float:
-        """Return the x coordinate in pixels of the time ``seconds`` from the start of the step. A time that is not
-        drawn has the coordinate of the left edge of the gap in its place.
-        """
+        """Return the x coordinate in pixels of the time ``seconds`` from the start of the step. For a time that is not
+        drawn, return the left edge of the gap in its place."""
         x, last = self.left, self.left
         for number, (start, stop) in enumerate(self.segments):
             if seconds < start:
@@ -172,10 +171,9 @@ def leave_out_middle(
     bars: Sequence[Drawn], folds: Sequence[Fold], most: int, most_of_stage: int
 ) -> tuple[Fold | Gap, ...]:
     """Return ``folds``, the repeated parts of a timeline, with a gap in the middle of the step if too many of ``bars``
-    are drawn without it: more than ``most``, or more than ``most_of_stage`` of one pipeline stage. The gap leaves at
-    most 3/8 of these numbers before it, and as many after it. A repeated part that overlaps the gap becomes part of it.
-    ``bars``: the computations of all stages, those in hidden periods included.
-    """
+    are drawn without it: more than ``most``, or more than ``most_of_stage`` of one pipeline stage. At most 3/8 of these
+    numbers are drawn before the gap, and as many after it. A repeated part that overlaps the gap becomes part of the
+    gap. ``bars``: the computations of all stages, those in hidden periods included."""
     hidden = [fold.hidden for fold in folds]
     drawn = [b for b in bars if not any(start <= b.start and b.end <= stop for start, stop in hidden)]
     computing = Counter(b.stage for b in drawn)
@@ -195,9 +193,8 @@ def leave_out_middle(
 
 
 def _find_end_of_first(bars: Sequence[Drawn], most: int, most_of_stage: int) -> Drawn:
-    """Return the first of ``bars`` with which they are more than ``most``, or more than ``most_of_stage`` of one
-    pipeline stage; the last one if that does not happen.
-    """
+    """Return the first of ``bars`` (computations of all pipeline stages) at which their number exceeds ``most``, or the
+    number of bars on one stage exceeds ``most_of_stage``. If neither is exceeded, return the last bar."""
     computing = Counter[int]()
     for number, bar in enumerate(bars):
         computing[bar.stage] += 1
@@ -226,7 +223,8 @@ def _equal_periods(
     ordered: Sequence[Drawn], anchors: Sequence[Drawn], stride: int, folds: Sequence[Fold]
 ) -> Iterator[Fold]:
     """Yield each part of a timeline in which at least four consecutive periods are equal. Periods that overlap hidden
-    ones are skipped. Two periods are equal if their bars look the same: equal instructions and durations on each stage.
+    periods are skipped. Two periods are equal if their bars look the same: equal instructions and durations on each
+    stage.
 
     ``ordered``: the bars (instructions) of all stages, by start. ``anchors``: bars at which a period may begin, in
     order of time. ``stride``: a period runs from one anchor to the anchor this many positions later. ``folds``: the

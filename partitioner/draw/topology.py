@@ -54,7 +54,7 @@ class LinkTable:
 
     ``rows``: four texts for each row: name, what the link connects, bandwidth per device, latency. ``axes``: (heading,
     subheading) of each axis. ``cells``: (index of the row, index of the axis) -> how the groups of ranks along the axis
-    use the link; a pair without an entry means that they do not.
+    use the link; a pair without an entry means that the groups do not use it.
     """
 
     rows: tuple[tuple[str, str, str, str], ...]
@@ -155,9 +155,8 @@ def draw_topology(topology: Topology) -> str:
 class DeviceBox:
     """Describes devices of one node that are drawn as one box. ``start``, ``stop``: the range ``[start, stop)`` of
     their indices in the topology. ``label``: the text in the box. ``colour``: name of a colour in ``PALETTE``, such as
-    ``ink``. ``stage``: a second line of text that names the pipeline stage; empty if colours suffice to tell stages
-    apart.
-    """
+    ``ink``. ``stage``: a second line of text that names the pipeline stage; empty if colours suffice to distinguish
+    stages."""
 
     start: int
     stop: int
@@ -356,8 +355,8 @@ class _TopologyScene:
 
     @property
     def stages_are_numbered(self) -> bool:
-        """Return whether boxes have the numbers of their stages, because there are too many stages for colours that
-        are easily told apart."""
+        """Return whether boxes show the indices of their stages, because the stages are too many for colours that are
+        easy to distinguish."""
         return self.plan is not None and self.plan.mesh.get("pp", 1) > NUM_STAGE_COLOURS
 
     def cluster_equal_nodes(self) -> list[NodeCluster]:
@@ -397,9 +396,8 @@ class _TopologyScene:
     def build_likeness_key(self, start: int, stop: int, exact: bool) -> object:
         """Return a key that is equal for two nodes if drawing one of them suffices: equal devices, links, bandwidth and
         pipeline stages. ``start``, ``stop``: the range ``[start, stop)`` of the indices of the node's devices.
-        ``exact``: whether the stages must have the same indices. If it is false, a node with the stages 0 and 1 and a
-        node with the stages 2 and 3 have equal keys, because only differences to the last stage of the node count.
-        """
+        ``exact``: whether the stages must have the same indices. If it is false, stages are counted from the last stage
+        of the node, so a node with the stages 0 and 1 and a node with the stages 2 and 3 have equal keys."""
         here = slice(start, stop)
         devices = self.topology.devices[here]
         stages = self.stage_of[here]

@@ -82,10 +82,9 @@ def in_words(plan: Plan, other: Plan) -> Iterator[str]:
 
 
 def format_relative(old: float, new: float, text: Callable[[float], str] = seconds_text) -> str:
-    """Return how ``new`` compares with ``old``, for example ``22% more than``, ``3.1 times`` or ``the same as``.
-    ``old``, ``new``: two amounts in one unit. ``text``: formats such an amount; almost equal amounts count as the same
-    if it returns the same text for both.
-    """
+    """Return a text that says how ``new`` compares with ``old``, for example ``22% more than``, ``3.1 times`` or ``the
+    same as``. ``old``, ``new``: two amounts in one unit. ``text``: formats such an amount; almost equal amounts count
+    as the same if it returns the same text for both."""
     if not old or (abs(new - old) <= _SAME * abs(old) and text(old) == text(new)):
         return "the same as"
     ratio = new / old
@@ -243,9 +242,8 @@ def _compare_layouts(plan: Plan, other: Plan) -> Iterator[RenderableType]:
 
 
 def _format_layouts(state: StateData, mesh: Mapping[str, int]) -> str:
-    """Return how a weight is sharded as text, such as ``S0 over 4 ranks`` (cut along dimension 0); ``whole`` if it is
-    not sharded. ``state``: the weight. ``mesh``: name of a mesh axis -> number of ranks.
-    """
+    """Return a text that says how a weight is sharded, such as ``S0 over 4 ranks`` (cut along dimension 0); ``whole``
+    if it is not sharded. ``state``: the weight. ``mesh``: name of a mesh axis -> number of ranks."""
     layouts = [(state.expert_layout, mesh.get("ep", 1), " of ep"), (state.layout, mesh.get("tp", 1), "")]
     cuts = [f"{layout} over {n} ranks{of}" for layout, n, of in layouts if n > 1 and layout.startswith("S")]
     return ", ".join(cuts) or "whole"

@@ -205,10 +205,9 @@ def _describe_shape(padding: BatchPadding | None) -> str:
 
 
 def _describe_fit(plan: Plan) -> str:
-    """Return a text on the memory of ``plan``, to append to a line: ``: does not fit, 604 MiB more than usable (101%),
-    which the margin covers`` if its peak exceeds the usable memory of a device, or ``: fits only with optimizer in host
-    memory`` if the search had to offload data. Empty if the plan fits without offload, or with an offload that the user
-    requested."""
+    """Return a text on the memory of ``plan``, to append to a line. If the peak exceeds the usable memory of a device,
+    the text is like ``: does not fit, 604 MiB more than usable (101%), which the margin covers``. If the search had to
+    offload data, it is like ``: fits only with optimizer in host memory``. Otherwise it is empty."""
     if not plan.estimate.memory:
         return ""
     rank = fullest_rank(plan)
@@ -373,9 +372,8 @@ def _describe_memory_limit(plan: Plan) -> str:
 
 def _describe_hidden_recomputation(plan: Plan) -> str:
     """Return a clause that names the stages of ``plan`` that recompute activations, such as ``stage 0 recomputes to
-    fit``; empty if none does. For a plan in which recomputation takes no share of the step, because the slowest stage
-    has none.
-    """
+    fit``; empty if no stage does. This function is for plans whose step time contains no recomputation, because the
+    slowest stage does not recompute."""
     some = [k for k, stage in enumerate(plan.estimate.stages) if stage.recomputed or stage.in_part or stage.selective]
     if len(some) > 1:
         return f"stages {format_ranges(some)} recompute to fit"
@@ -384,8 +382,8 @@ def _describe_hidden_recomputation(plan: Plan) -> str:
 
 def _explain_disk_limit(plan: Plan) -> Iterator[RenderableType]:
     """Yield a line that compares the seconds of the optimizer's update in ``plan`` with the seconds of reading and
-    writing its states on disk, and says whether the disk limits the plan; nothing if no states are on disk.
-    """
+    writing the optimizer states on disk, and says whether the disk limits the plan. Yield nothing if no states are on
+    disk."""
     update = plan.estimate.breakdown.get("optimizer", 0.0)
     if "disk" not in plan.offload or not update:
         return
@@ -565,9 +563,8 @@ def _explain_communication(whole: Outline) -> Iterator[RenderableType]:
 
 
 def _explain_alternatives(plan: Plan) -> Iterator[RenderableType]:
-    """Yield lines on the layouts that the search compared with ``plan``: their numbers, standard layouts, other batch
-    sizes, and a table of the best. Nothing is yielded if ``plan`` lists none.
-    """
+    """Yield lines on the layouts that the search compared with ``plan``: how many there are, standard layouts, other
+    batch sizes, and a table of the best layouts. Nothing is yielded if ``plan`` lists none."""
     candidates = plan.certificate.candidates
     if not candidates:
         return
@@ -625,7 +622,7 @@ def _get_layout(candidate: Candidate) -> tuple[str, int, str]:
 
 def _format_baseline(baseline: Baseline, plan: Plan) -> str:
     """Return a line on ``baseline``, a standard layout that is compared with ``plan``: its name, layout and microbatch
-    size, its step time or why it is not possible, and by which kinds of time it differs from the plan.
+    size, its step time or the reason why it is not possible, and the kinds of time in which it differs from the plan.
     """
     if baseline.candidate is None:
         return f"{baseline.name}: {baseline.excluded}"

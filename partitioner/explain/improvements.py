@@ -2,8 +2,8 @@
 
 There are two kinds of sentences. Some name a plan that the search has found and that the user can ask for, such as one
 without the constraints or with optimizer states in host memory; their gains are those of this plan. The others name a
-part of the step time, such as recomputation, and what shortens it; their gains are upper limits, because the part would
-have to vanish. Everything is read from the plan: nothing is planned again.
+part of the step time, such as recomputation, and what shortens it; their gains are upper limits, reached only if the
+whole part vanishes. Everything is read from the plan: nothing is planned again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _LESS_PRECISE = {"fp32": "bf16", "tf32": "bf16", "bf16": "fp8", "fp16": "fp8"}  
 
 
 class Improvement(NamedTuple):
-    """One way to make a step faster. ``gain``: by which fraction of the step time, at most. ``text``: a sentence."""
+    """One way to make a step faster. ``gain``: the largest fraction of the step time that it saves. ``text``: a
+    sentence."""
 
     gain: float
     text: str
@@ -79,9 +80,8 @@ def _describe_baseline(baseline: Baseline) -> str:
 
 
 def _list_upper_limits(plan: Plan) -> Iterator[Improvement]:
-    """Yield the parts of the step of ``plan`` that could be shorter, each with what shortens it. The gain is the whole
-    part.
-    """
+    """Yield the parts of the step of ``plan`` that could be shorter, each with a text on what shortens it. The gain
+    assumes that the whole part vanishes."""
     total = sum(plan.estimate.breakdown.values())
     if not total:
         return
@@ -126,9 +126,8 @@ def _describe_less_recomputation(plan: Plan) -> str:
 
 def _compare_precisions(plan: Plan, computed: float) -> Iterator[Improvement]:
     """Yield the next faster precision, if all devices of ``plan`` have a higher peak in it. ``computed``: the fraction
-    of the step that is computation or recomputation; the gain is what is saved if all of it were matrix products at the
-    devices' peak.
-    """
+    of the step that is computation or recomputation. The gain assumes that all of this fraction consists of matrix
+    products at the peak rate of the devices."""
     precision = plan.precision or (common_precision(plan.written) if plan.written is not None else "")
     faster = _LESS_PRECISE.get(precision or "")
     if faster is None or plan.written is None:  # a framework that is predicted has its own precisions

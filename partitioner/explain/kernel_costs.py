@@ -1,6 +1,7 @@
 """Split a microbatch's predicted time by kind of operator, and communication inside layers by mesh axis.
 
-This needs the cost model and PyTorch, so it is done when a plan is made, for the plans whose explanation names it.
+This needs the cost model and PyTorch, so it is computed together with the plan, and only if the explanation of the plan
+uses it.
 """
 
 from __future__ import annotations

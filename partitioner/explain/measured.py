@@ -115,8 +115,8 @@ class StageComparison:
 
 def compare_steps(plan: Plan, spans: Sequence[TraceSpan]) -> list[RenderableType]:
     """Return a comparison of the predicted step of ``plan`` with a measured one, as texts and tables of the library
-    rich: by stage, by kind of work, and the instructions that differ most. ``spans``: the measured instructions of all
-    ranks.
+    rich: one table by stage, one by kind of work, and one of the instructions that differ most. ``spans``: the measured
+    instructions of all ranks.
 
     Raise :class:`PlanError` if the measurement is from a different plan.
     """
@@ -252,9 +252,8 @@ def _describe_differences(stages: Sequence[StageComparison], kinds: Sequence[Sta
 
 
 def _format_time_ratio(predicted: float, measured: float) -> str:
-    """Return how a measured time compares with a predicted one as text, such as ``1.20 times as long``. ``predicted``,
-    ``measured``: seconds.
-    """
+    """Return a text that says how a measured time compares with a predicted one, such as ``1.20 times as long``.
+    ``predicted``, ``measured``: seconds."""
     return f"{measured / predicted:.2f} times as long" if predicted else "nothing was predicted"
 
 

@@ -1,4 +1,5 @@
-"""Texts on the proof that a plan is optimal: what it proves, what it leaves open, and which plans it does not cover."""
+"""Texts on the proof that a plan is optimal: what the proof shows, what it leaves open, and which plans it does not
+cover."""
 
 from __future__ import annotations
 
@@ -129,8 +130,9 @@ def explain_proof(plan: Plan) -> Iterator[str]:
 
 
 def _describe_kinds(certificate: Certificate, rows: Sequence[Candidate]) -> str:
-    """Return a phrase that says what the layouts ``rows``, which the proof of optimality does not cover, have that
-    covered ones do not, such as ``several stages on a rank``. ``certificate``: the results of the search."""
+    """Return a phrase that says why the proof of optimality does not cover the layouts ``rows``: a property of these
+    layouts that covered layouts do not have, such as ``several stages on a rank``. ``certificate``: the results of the
+    search."""
     own = {"cp" if _is_schedule_covered(row, certificate) else "schedule" for row in rows}
     return " or ".join(words for kind, words in _UNCOVERED_KINDS.items() if kind in own)
 

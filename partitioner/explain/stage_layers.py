@@ -1,7 +1,7 @@
 """Say which layers each pipeline stage runs, in a few lines even for many stages with many virtual stages.
 
 Calls of one stage with the same block and the same notes are one entry with the numbers of their layers. If there are
-many stages, those with the same entries share a line without these numbers.
+many stages, stages with equal entries share a line without these numbers.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _FEWEST_STEPS = 4  # numbers with equal distances that are written as such
 
 
 class _StageLine(NamedTuple):
-    """What a stage runs. ``own``: as text, with the numbers of its layers. ``common``: the same without these numbers,
-    which is equal for stages that run equally many layers of each kind. ``calls``: number of its calls of the block
-    that is named in the line on stages that are not written out.
-    """
+    """The layers that one pipeline stage runs. ``own``: a text that names them, with the numbers of the layers.
+    ``common``: the text without the numbers; it is equal for stages that run equally many layers of each kind.
+    ``calls``: number of the stage's calls of the block that occurs most often in the plan or, without a program, of all
+    its block calls."""
 
     own: str
     common: str
@@ -34,9 +34,8 @@ class _StageLine(NamedTuple):
 
 def list_stage_lines(plan: Plan, whole: Outline | None) -> Iterator[str]:
     """Yield lines on the layers that each stage of ``plan`` runs, after a line on its virtual stages, if there are
-    several on a rank. ``whole``: the overview of the plan's program; ``None`` without a program, for which lines give
-    the numbers of calls.
-    """
+    several on a rank. ``whole``: the overview of the plan's program. If it is ``None``, because the plan has no
+    program, the lines give only numbers of calls."""
     if text := _describe_virtual_stages(plan):
         yield f"virtual stages: {text}"
     if whole is None:
@@ -97,10 +96,9 @@ def _describe_estimate(stage: StageEstimate) -> _StageLine:
 
 
 def _merge_lines(lines: Sequence[_StageLine], counted: str) -> Iterator[str]:
-    """Yield ``lines``, what each stage of a pipeline runs, with the number of the stage before each. In a pipeline with
-    many stages, equal ones share a line, and a last line summarises what does not fit into the others. ``counted``:
-    what the field ``calls`` of a line counts, as text after a number.
-    """
+    """Yield a text for each of ``lines``, which say what each pipeline stage runs, with the index of the stage before
+    it. If there are many stages, stages with equal layers share a text, and a last text summarises the remaining
+    stages. ``counted``: what the field ``calls`` of a line counts, as text after a number."""
     if len(lines) <= _MOST_STAGES:
         yield from (f"stage {number}: {line.own}" for number, line in enumerate(lines))
         return
@@ -122,8 +120,8 @@ def _merge_lines(lines: Sequence[_StageLine], counted: str) -> Iterator[str]:
 
 
 def _merge_groups(stage: StageOutline) -> list[list[CallGroup]]:
-    """Return the groups of calls of ``stage``, those with the same blocks and notes in one list. Each virtual stage has
-    groups of its own, so that these may be many."""
+    """Return the groups of calls of ``stage`` as lists: each list has the groups with equal blocks and notes. (A stage
+    has separate groups for each of its virtual stages.)"""
     merged: dict[tuple[str, tuple[str, ...]], list[CallGroup]] = {}
     for group in stage.groups:
         merged.setdefault((group.title, tuple(group_notes(group))), []).append(group)
@@ -131,7 +129,8 @@ def _merge_groups(stage: StageOutline) -> list[list[CallGroup]]:
 
 
 def _count_repetitions(groups: Sequence[CallGroup]) -> int:
-    """Return how often the blocks of ``groups``, which have the same blocks, are repeated in all of them together."""
+    """Return how often the blocks of ``groups`` are repeated in all of these groups together. All groups have the same
+    blocks."""
     return sum(group.count for group in groups)
 
 
@@ -189,7 +188,8 @@ def _name_numbers(noun: str, numbers: Sequence[int]) -> str:
 
 
 def _shorten_ranges(numbers: Sequence[int]) -> str:
-    """Return ``numbers`` as ranges, such as ``0, 3–5``, the last of which are only counted if there are many."""
+    """Return ``numbers`` as ranges in text, such as ``0, 3–5``. If there are many ranges, the last ones are not listed
+    but counted."""
     found = sorted(set(numbers))
     ranges = format_ranges(found).split(", ")
     if len(ranges) <= _MOST_RANGES:

@@ -90,12 +90,11 @@ def notes_on_precision(
     scaling: Scaling | None = None,
     program: Program | None = None,
 ) -> tuple[str, ...]:
-    """Return notes for the user, one sentence each: with ``scaling``, which products of ``model`` are not in fp8, or
-    NVFP4; for ``fp32`` on GPUs, that plans ignore the setting ``torch.set_float32_matmul_precision`` of this process.
-    ``topology``: the devices that the plan is for. ``scaling``: which numbers share a scale in fp8 or NVFP4, or
-    ``None`` if nothing is in them. ``program``:
-    the plan's program (instructions and graphs of all ranks), or ``None`` if the plan only has estimates.
-    """
+    """Return notes for the user, one sentence each. If ``scaling`` is given, they name the products of ``model`` that
+    are not in fp8 or NVFP4. If ``precision`` is ``fp32`` on GPUs, a note says that plans ignore the setting
+    ``torch.set_float32_matmul_precision`` of this process. ``topology``: the devices that the plan is for. ``scaling``:
+    which numbers share a scale in fp8 or NVFP4, or ``None`` if nothing is in them. ``program``: the plan's program
+    (instructions and graphs of all ranks), or ``None`` if the plan only has estimates."""
     import torch  # imported late: the report of a plan does not need it
 
     from partitioner.cost.call.fp8 import notes_on_fp8
@@ -223,8 +222,8 @@ _SAME = 1e-3  # fraction of a step: less is no difference
 
 
 def is_barred(candidate: Candidate) -> bool:
-    """Return whether there is no plan for ``candidate``, a layout (mesh, microbatch size, schedule, ZeRO stage) that
-    the search for a plan examined, and the reason is not a lack of memory, but for example a size that does not divide.
+    """Return whether ``candidate`` has no plan for another reason than a lack of memory, such as a size that does not
+    divide. ``candidate``: a layout (mesh, microbatch size, schedule, ZeRO stage) that the search for a plan examined.
     """
     return candidate.status == "infeasible" and candidate.missing is None
 
@@ -258,10 +257,9 @@ def _get_status(candidate: Candidate, certificate: Certificate) -> str:
 
 
 def describe_tried_rows(certificate: Certificate, bound: str) -> str:
-    """Return a note, below a table of layouts, on those that were tried and have a lower bound on the step time below
-    the step time of the chosen plan; empty if there are none. ``certificate``: the results of the search. ``bound``:
-    the title of the column with the lower bounds.
-    """
+    """Return a note, below a table of layouts, on the layouts that were tried and whose lower bound on the step time is
+    below the step time of the chosen plan; empty if there are no such layouts. ``certificate``: the results of the
+    search. ``bound``: the title of the column with the lower bounds."""
     if not any(row.status == "solved" and row.bound < certificate.objective for row in certificate.candidates):
         return ""
     return (
@@ -372,9 +370,8 @@ def build_figure_grid(plan: Plan, time: str) -> Padding:
 
 
 def execution_text(plan: Plan) -> str:
-    """Return how ranks execute instructions, such as ``compiled between collectives``, empty for one operator after
-    another: as the constraints of ``plan`` say, or else as the estimates assume.
-    """
+    """Return a text on how ranks execute instructions, such as ``compiled between collectives``; empty if they run one
+    operator after another. The constraints of ``plan`` decide, or else the assumption of its estimates."""
     assumed = "compiled" if plan.profile.fused_kernels else "eager"
     given = plan.constraints.execution if plan.profile.name == OURS.name else None
     return _EXECUTION[given or assumed]
@@ -448,8 +445,8 @@ def find_fewer_devices(plan: Plan) -> Baseline | None:
 
 
 def find_offload_alternative(plan: Plan) -> Baseline | None:
-    """Return the plan with optimizer states in host memory that the search found beside ``plan``, which has no offload;
-    ``None`` if there is none."""
+    """Return the plan with optimizer states in host memory that the search found in addition to ``plan``, which has no
+    offload; ``None`` if there is none."""
     found = (b for b in plan.certificate.baselines if b.offload and not plan.offload and read_baseline_seconds(b))
     return next(found, None)
 
@@ -542,10 +539,9 @@ def sharing_text(plan: Plan) -> str:
 
 def _format_expert_sharding(plan: Plan, ranks: int) -> str:
     """Return a clause that says over how many ranks the parameters, gradients and optimizer states of experts are
-    sharded in ``plan``. Only ranks with the same experts can divide their weights and optimizer states among each
-    other. The clause is empty if the number is ``ranks``, the number of ranks for all other parameters, or if experts
-    are not distributed over ranks.
-    """
+    sharded in ``plan``. (Only ranks with the same experts can shard them among each other.) The clause is empty if the
+    number is ``ranks``, the number of ranks that shard all other parameters, or if experts are not distributed over
+    ranks."""
     chosen, ep = plan.chosen, plan.mesh.get("ep", 1)
     parts = hybrid_mesh(plan.mesh, chosen.etp, chosen.dp_shard)
     shared, replicas = parts["edp_shard"], parts["edp_replicate"]
@@ -688,10 +684,9 @@ def cut_off(certificate: Certificate) -> str:
 
 
 def candidate_counts(certificate: Certificate) -> str:
-    """Return how many layouts (mesh, schedule, ZeRO stage) the search examined and what it found for them, for example
-    ``24 layouts: 1 chosen; 3 tried and slower; 20 ruled out by lower bounds on their time``; empty if no layouts are
-    listed. ``certificate``: the results of the search.
-    """
+    """Return a text that says how many layouts (mesh, schedule, ZeRO stage) the search examined, and what it found for
+    these layouts, for example ``24 layouts: 1 chosen; 3 tried and slower; 20 ruled out by lower bounds on their time``;
+    empty if no layouts are listed. ``certificate``: the results of the search."""
     if not certificate.candidates:
         return ""
     known = Counter(_get_status(c, certificate) for c in certificate.candidates)
@@ -1006,8 +1001,7 @@ def _explain_without_axis(plan: Plan, axis: str, words: str, size: int = 1) -> I
 
 
 def _format_change(seconds: float, chosen: float) -> str:
-    """Return how a step of ``seconds`` compares with the plan's step of ``chosen`` seconds as text, such as ``5.0%
-    more``.
-    """
+    """Return a text that says how a step of ``seconds`` compares with the plan's step of ``chosen`` seconds, such as
+    ``5.0% more``."""
     change = seconds / chosen - 1 if chosen else 0.0
     return f"{format_percent(abs(change))} {'more' if change >= 0 else 'less'}"

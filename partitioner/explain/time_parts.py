@@ -77,9 +77,8 @@ def time_changes(old: Mapping[str, float], new: Mapping[str, float], most: int =
 def format_time_changes(old: Mapping[str, float], new: Mapping[str, float], most: int = 3) -> str:
     """Return the largest changes between two steps in one clause, for example ``recomputation +145 ms, pipeline bubble
     −48 ms, the rest +4 ms``; empty if nothing changed. ``old``, ``new``: the seconds of the two steps by kind of time.
-    ``most``: number of kinds that are listed by name; more are listed if the rest would be larger than one of these.
-    The others are added up as the rest.
-    """
+    ``most``: number of kinds that are listed by name; more are listed if the rest would be larger than one of them. The
+    rest is the sum of the kinds that are not listed."""
     changes, total_s = list_time_changes(old, new), sum(new.values()) - sum(old.values())
     rests = [total_s - sum(seconds for _, seconds in changes[:count]) for count in range(len(changes) + 1)]
     while most < len(changes) and abs(rests[most]) >= abs(changes[most - 1][1]):

@@ -50,9 +50,9 @@ def read_accelerate(text: str, folder: Path | None = None, ignore: Collection[st
     """Return the training layout (mesh, batch, schedule, state sharding) that a YAML configuration of accelerate
     describes.
 
-    ``text``: its content. ``folder``: the folder in which a DeepSpeed file that the configuration names is looked for;
-    ``None``: it must not name one. ``ignore``: names of options that the training script itself defines; they are not
-    reported as unknown.
+    ``text``: its content. ``folder``: the folder of a DeepSpeed file that the configuration names; ``None``: the
+    configuration must not name such a file. ``ignore``: names of options that the training script itself defines; they
+    are not reported as unknown.
 
     Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
     """
@@ -174,8 +174,8 @@ def _read_axes(options: Options, zero: int) -> dict[str, Any]:
 def _read_deepspeed_section(options: Options, folder: Path | None, processes: int | None) -> TrainingLayout:
     """Return the training layout of a configuration of accelerate that uses DeepSpeed. ``options``: the options of an
     accelerate configuration; its section ``deepspeed_config`` names a DeepSpeed file or holds the options of DeepSpeed.
-    ``folder``: the folder in which this file is looked for; ``None``: a named file is an error. ``processes``: number
-    of processes; ``None`` if unknown."""
+    ``folder``: the folder of this file; ``None``: naming a file is an error. ``processes``: number of processes;
+    ``None`` if unknown."""
     file = options.take_text("deepspeed_config.deepspeed_config_file")
     if file is not None:
         if folder is None:
@@ -223,7 +223,7 @@ def _translate_deepspeed(options: Options) -> dict[str, Any]:
 def _read_megatron_section(options: Options, layout: dict[str, Any]) -> TrainingLayout:
     """Return the training layout of a configuration that uses Megatron-LM. ``options``: the options of an accelerate
     configuration. ``layout``: the fields that the other sections of the configuration decide, such as the precision:
-    name -> value. This function adds to them."""
+    name -> value. This function adds fields to it."""
     name = "megatron_lm_config.megatron_lm_"
     tp, pp = options.take_number(f"{name}tp_degree", 1), options.take_number(f"{name}pp_degree", 1)
     layout |= {"tp": tp, "pp": pp, "schedule": "1f1b" if pp > 1 else None}

@@ -164,8 +164,8 @@ def _read_axes(options: Options) -> dict[str, Any]:
 
 def _read_batch(options: Options) -> dict[str, Any]:
     """Return microbatch size, number of microbatches and global batch, as a dict of fields of a training layout: name
-    -> value. Raise :class:`ContradictionError` if the global batch is no multiple of the product of the other numbers.
-    ``options``: the options of a DeepSpeed configuration."""
+    -> value. Raise :class:`ContradictionError` if the global batch is not a multiple of the product of the other
+    numbers. ``options``: the options of a DeepSpeed configuration."""
     micro, steps = options.take_number(_MICRO), options.take_number(_STEPS)
     total = options.take_number(_TOTAL)
     if micro and total and total % (micro * (steps or 1)):

@@ -117,8 +117,8 @@ _ENDINGS = {
 def read_layout(
     source: str | os.PathLike[str], format: str | None = None, *, ignore: Iterable[str] = ()
 ) -> TrainingLayout:
-    """Return how the configuration of another framework divides training over devices: mesh, batch, schedule and state
-    sharding, with an execution profile of the framework and the options that have no effect or cannot be expressed.
+    """Return the training layout that the configuration of another framework describes: mesh, batch, schedule and state
+    sharding, an execution profile of the framework, and the options that have no effect or cannot be expressed.
 
     Args:
         source: the path of a configuration (``FILE.py:FUNCTION`` for a module of torchtitan), or the text of a

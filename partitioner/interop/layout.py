@@ -60,7 +60,7 @@ class UnusedOption(BaseModel, metaclass=DocumentedModel):
 class TrainingLayout(BaseModel, metaclass=DocumentedModel):
     """How a framework's configuration divides a training step over devices.
 
-    :func:`partitioner.read_layout` makes one. ``None`` means that the configuration does not say it.
+    :func:`partitioner.read_layout` returns a layout. A field is ``None`` if the configuration does not set it.
 
     Raises :class:`LayoutError` for a malformed value, and :class:`ContradictionError` for values that exclude each
     other.
@@ -310,10 +310,9 @@ class TrainingLayout(BaseModel, metaclass=DocumentedModel):
         )
 
     def _resolve_batch(self, dp: int) -> dict[str, Any]:
-        """Return two fields of the layout as a dict: ``global_batch`` (samples in a step) and ``microbatches`` (their
-        number on each of ``dp`` data-parallel ranks). Each is computed from the other sizes if possible, else ``None``.
-        Raise :class:`ContradictionError` if the sizes contradict each other.
-        """
+        """Return two fields of the layout as a dict: ``global_batch`` (samples in a step) and ``microbatches`` (number
+        of microbatches on each of ``dp`` data-parallel ranks). A field is ``None`` if it does not follow from the other
+        sizes. Raise :class:`ContradictionError` if the sizes contradict each other."""
         batch, size, count = self.global_batch, self.microbatch_size, self.microbatches
         if size and count and batch not in (None, size * count * dp):
             raise ContradictionError(
@@ -338,8 +337,9 @@ class TrainingLayout(BaseModel, metaclass=DocumentedModel):
 
     @property
     def constraints(self) -> Constraints:
-        """Return the layout as constraints of :func:`partitioner.partition`. Missing are the cuts between stages, which
-        need the model, and batch, precision and optimizer, which are separate arguments of ``partition``.
+        """Return the layout as constraints of :func:`partitioner.partition`. The constraints lack the cuts between
+        stages, which need the model. They also lack batch, precision and optimizer, which are separate arguments of
+        ``partition``.
 
         All usable memory may be used (``memory_margin=0``), and ranks are placed on devices in order.
         """

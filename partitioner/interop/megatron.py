@@ -168,8 +168,8 @@ def _is_read(section: str, name: str) -> bool:
 
 def _check_field(section: str, field: str, place: str) -> None:
     """Raise :class:`UnknownOptionError` if ``section`` of a Megatron-Bridge configuration does not have ``field``.
-    Sections that this project does not know may have any field. ``place``: the field with its section, for the message.
-    """
+    Sections that this project does not know may have any field. ``place``: text that names the field and its section,
+    for the message."""
     sections = load_known_options()["megatron-bridge"]
     if section and section not in sections:
         return
@@ -297,8 +297,9 @@ def _read_precision(options: Options) -> str:
 
 
 def _find_format(options: Options, name: str, known: Mapping[str, str]) -> str | None:
-    """Return the option among ``options`` that switches on products in ``name``, ``fp8`` or ``fp4``: ``fp8-format`` of
-    Megatron-LM or ``fp8`` of a configuration; ``None`` if neither does. ``known``: the formats that there are."""
+    """Return the name of the option that switches on products in ``name``, which is ``fp8`` or ``fp4``; ``None`` if no
+    option does. For ``fp8`` it is ``fp8-format`` (Megatron-LM) or ``fp8`` (YAML configuration). ``known``: the allowed
+    formats."""
     found = None
     for option in (f"{name}-format", name):
         if isinstance(value := options.given.get(option), str) and value:

@@ -26,18 +26,17 @@ _ENDS = ("&&", "|", "||", ";", ">", "2>&1", "&", ">>")
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A Megatron-LM command. ``words``: its words. ``doubts``: a condition or file of the shell script on which the
-    words depend, and whose value is unknown without running the script -> the assumption about it. ``text``: the script
-    or command line from which the words are taken."""
+    """A Megatron-LM command. ``words``: its words. ``doubts``: assumption by uncertainty: the keys are conditions or
+    files of the shell script whose value is unknown without running the script and on which the words depend; the
+    values are what is assumed about them. ``text``: the script or command line from which the words are taken."""
 
     words: list[str]
     doubts: dict[str, str]
     text: str = ""
 
     def explain_value(self, value: str) -> str:
-        """Return, for a message, ``value``, a word, with the reason why it is not known without running the script, and
-        what to do; an empty text if it is known.
-        """
+        """Return a text for an error message on ``value``, a word of the command: the word, the reason why its value is
+        not known without running the script, and what to do. The text is empty if the value is known."""
         if told := describe_output(value, self.text):
             return told
         if found := _VARIABLE.fullmatch(value):
@@ -54,7 +53,7 @@ def read_words(text: str) -> CommandLine:
     """Return the words of a Megatron-LM command. ``text``: the command line, or a shell script that contains it.
 
     In a script, the command is the last one that has options and starts a Python script or module. If there is no such
-    command, the words of all commands with options are returned, or else those of all variables and arrays with
+    command, the words of all commands with options are returned, or else the words of all variables and arrays with
     options. Raise :class:`LayoutError` for an unbalanced quote.
     """
     script = ShellScript(_PLACEHOLDER.sub(lambda found: found[0].replace(" ", "_"), text))
@@ -67,10 +66,10 @@ def read_words(text: str) -> CommandLine:
 
 
 def parse_arguments(line: CommandLine, ignore: Collection[str] = ()) -> tuple[dict[str, Any], int | None]:
-    """Return the options of a Megatron-LM command line (name -> value), and the number of devices that its launcher
-    starts; ``None`` if it does not say it. ``line``: the command line; words before the Python script belong to the
-    launcher. ``ignore``: names of options that the training script itself defines; they are not reported as
-    unknown.
+    """Return the options of a Megatron-LM command line as a dict (name -> value), and the number of devices that its
+    launcher starts (``None`` if the command line does not say it). ``line``: the command line; words before the Python
+    script belong to the launcher. ``ignore``: names of options that the training script itself defines; they are not
+    reported as unknown.
 
     Raise :class:`UnknownOptionError` for an unknown option, and :class:`OptionValueError` for a missing value.
     """
@@ -117,8 +116,7 @@ def parse_arguments(line: CommandLine, ignore: Collection[str] = ()) -> tuple[di
 
 def _find_arguments(words: list[str]) -> int | None:
     """Return the index of the first word after the Python script, or after the module (``-m tools.train``), that the
-    command ``words`` starts; ``None`` if it starts none. Modules that are launchers are passed over.
-    """
+    command ``words`` starts; ``None`` if it starts none. Modules that are launchers do not count."""
     scripts = [i + 1 for i, word in enumerate(words) if word.endswith(".py")]
     modules = [i + 1 for i in range(1, len(words)) if words[i - 1] == "-m" and not _LAUNCHER.match(words[i])]
     return next(iter(scripts or modules), None)
@@ -144,7 +142,7 @@ def _list_overrides(words: list[str]) -> list[str]:
 
 
 def _describe_stray(word: str, line: CommandLine) -> LayoutError:
-    """Return the error that says that ``word`` of the command line ``line`` belongs to no option."""
+    """Return the error that says that ``word`` of the command line ``line`` does not belong to an option."""
     if overrides := _list_overrides(line.words):
         return OptionValueError(
             f"{overrides[0]!r} changes a recipe of Megatron-Bridge, whose other values are not in the script; expected "

@@ -59,11 +59,11 @@ def _load_kinds() -> dict[str, frozenset[str]]:
 
 
 def explain_unused(option: str) -> str:
-    """Return, as a clause for the user, why an option of another framework's configuration that is not read does not
-    change the predicted time and memory. ``option``: its name, such as ``--lr`` or ``training.steps``.
+    """Return a clause for the user that says why an option of another framework does not change the predicted time and
+    memory. ``option``: name of an option that this project does not read, such as ``--lr`` or ``training.steps``.
 
-    The words of the name decide (``data/option_kinds.yaml``). An option whose name has none of the listed words may
-    change time or memory, and the clause says so.
+    The words of the name decide (``data/option_kinds.yaml``). If the name has none of the listed words, the clause says
+    that the option may change time or memory.
     """
     words = re.findall(r"[a-z0-9]+", option.lower())
     pairs = {f"{first}_{second}" for first, second in itertools.pairwise(words)}
@@ -97,7 +97,7 @@ def parse_mapping(text: str, kind: str, where: str) -> dict[str, Any]:
     ``yaml``. In ``json with comments``, comments are written as in Hjson, and commas may end a list. ``where``: the
     name of the source, for error messages.
 
-    Raise :class:`LayoutError` for malformed text, or if its content is no mapping.
+    Raise :class:`LayoutError` for malformed text, or if its content is not a mapping.
     """
     try:
         if kind == "toml":
@@ -163,8 +163,8 @@ class Options:
     ``given``: the options. ``where``: the file or framework that the configuration is from, for error messages.
     ``write``: a template for an option in messages, with ``{}`` for its name, such as ``--{}``. ``written``: name ->
     text in messages, for options that the template does not fit. ``ignore``: names of options, or of sections, that the
-    training script itself defines; they are not reported as unknown. ``explain``: returns, for messages on a wrong
-    value, the value with the reason why it is not known and what to do, or an empty text.
+    training script itself defines; they are not reported as unknown. ``explain``: function of a wrong value that
+    returns a text for messages: the value, why it is not known, and what to do; empty if the value is known.
     """
 
     def __init__(
@@ -331,9 +331,9 @@ class Options:
 
 
 def describe_unknown(unknown: Sequence[Any], write: Callable[[str], str]) -> str:
-    """Return the end of a message on the options ``unknown``: what the user can do, and which of them are unknown
-    besides the first, which the message has named. ``write``: returns the text of an option, such as ``--lr``.
-    """
+    """Return the end of an error message on the options ``unknown``: what the user can do, and the names of all these
+    options but the first, which the beginning of the message names. ``write``: returns the text of an option, such as
+    ``--lr``."""
     listed = ",".join(str(option) for option in unknown[:_MOST_LISTED])
     more = len(unknown) - _MOST_LISTED
     whose = "it belongs" if len(unknown) == 1 else "they belong"

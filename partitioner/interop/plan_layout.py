@@ -72,8 +72,7 @@ def _lose(name: str, value: Any, reason: str) -> UnusedOption:
 def _find_recompute(plan: Plan, missing: list[UnusedOption]) -> str:
     """Return what the backward of ``plan`` recomputes, as one word for all stages: ``none``, ``selective`` (results
     that are quick to compute), ``full``, or the word that the user fixed. If stages differ, a note on this is added to
-    ``missing``, the properties of the plan that the layout does not express.
-    """
+    ``missing``, the list of properties of the plan that the layout cannot express."""
     given = plan.constraints.recompute
     if given is not None:
         return given
@@ -90,9 +89,8 @@ def _find_recompute(plan: Plan, missing: list[UnusedOption]) -> str:
 
 def _count_stage_layers(plan: Plan, missing: list[UnusedOption]) -> tuple[int, ...]:
     """Return the number of layers in each pipeline stage of ``plan``; empty if it is not known, or if a layer is
-    divided between stages. In these cases the reason is added to ``missing``, the properties that the layout cannot
-    express.
-    """
+    divided between stages. In these cases the reason is added to ``missing``, the list of properties of the plan that
+    the layout cannot express."""
     if plan.written is None or plan.chosen.virtual_stages > 1:
         missing.append(_lose("stage_of", "", "the cuts between stages are those of the framework"))
         return ()
@@ -116,8 +114,8 @@ def _count_stage_layers(plan: Plan, missing: list[UnusedOption]) -> tuple[int, .
 
 def _find_precision(plan: Plan, missing: list[UnusedOption]) -> Any:
     """Return the precision of matrix products: ``bf16``, ``fp16``, ``fp32``, ``fp8`` or ``nvfp4``. For any other
-    precision of ``plan``, return ``fp32`` and add the precision to ``missing``, the properties that are not expressed.
-    """
+    precision of ``plan``, return ``fp32`` and add the precision to ``missing``, the list of properties that the layout
+    cannot express."""
     if plan.precision in get_args(Precision):
         return plan.precision
     if plan.precision is None and plan.written is not None:

@@ -55,8 +55,8 @@ class Prediction:
     without a program, with the step time and the memory of each rank. ``missing_bytes``: bytes that the fullest rank
     lacks; 0 if the layout fits. ``ours``: this project's own plan; ``None`` if it was not requested or does not exist.
     ``notes``: assumptions, one sentence each. ``compiled_s``: seconds of a step with the layout if a compiler fused its
-    operators, as in this project's own plan; ``None`` if the configuration compiles itself or does not fit, or if there
-    is no own plan that compiles.
+    operators, as in ``ours``. It is ``None`` if the configuration already uses a compiler, if the layout does not fit,
+    or if ``ours`` does not use a compiler or does not exist.
     """
 
     layout: TrainingLayout
@@ -78,8 +78,8 @@ class Prediction:
 
     @property
     def gain(self) -> float | None:
-        """Return the step time of the other framework's layout divided by that of this project's own plan; ``None``
-        without that plan."""
+        """Return the step time of the other framework's layout divided by the step time of this project's own plan;
+        ``None`` if there is no such plan."""
         return self.step_time / self.ours.estimate.step_time if self.ours is not None else None
 
     def __str__(self) -> str:
@@ -291,10 +291,9 @@ def prediction_parts(found: Prediction) -> list[RenderableType]:
 
 
 def group_unused(unused: tuple[UnusedOption, ...]) -> list[str]:
-    """Return one line for each reason why options do not change a prediction: first the reasons that concern single
-    options, then options that may matter, options that describe the model, and options without effect. ``unused``: the
-    options, each with its reason.
-    """
+    """Return one line for each reason why options do not change a prediction: first lines on single options, then lines
+    on options that may matter, on options that describe the model, and on options without effect. ``unused``: the
+    options, each with its reason."""
     by_reason: dict[str, list[UnusedOption]] = {}
     for option in unused:
         by_reason.setdefault(option.reason, []).append(option)

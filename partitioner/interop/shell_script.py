@@ -106,7 +106,7 @@ class ShellScript:
 
     def _run(self, nodes: tuple[Node, ...], *, active: bool, doubt: str) -> None:
         """Interpret the statements ``nodes`` in order, and update commands and variables. ``active``: whether they run;
-        otherwise variables that they would set and that have no value become empty, and their commands are ignored.
+        otherwise their commands are ignored, and variables that they would set become empty unless they have a value.
         ``doubt``: the text of an enclosing condition whose value is unknown; empty if there is none."""
         before, tested = _UNKNOWN, ""
         for node in nodes:
@@ -158,8 +158,9 @@ class ShellScript:
             settled = settled or truth.holds
 
     def _fold(self, condition: tuple[Node, ...]) -> Truth:
-        """Return whether ``condition`` is true: statements that ``&&`` and ``||`` join, such as those between ``if``
-        and ``then``. A command among them is added to the commands, and counts as a condition of unknown value."""
+        """Return whether ``condition`` is true, and whether this is certain. ``condition``: statements joined by ``&&``
+        and ``||``, such as those between ``if`` and ``then``. A command among them is added to the list of commands,
+        and counts as a condition of unknown value."""
         result = Truth(True)
         for index, node in enumerate(condition):
             if isinstance(node, Statement) and _TEST.fullmatch(node.text):
@@ -324,9 +325,8 @@ class ShellScript:
         return _ARITHMETIC.sub(lambda found: self._compute(found[1]) or self._show_outputs(found[0]), text)
 
     def _show_outputs(self, text: str) -> str:
-        """Return ``text``, arithmetic without a value, in which variables that have the output of a command are
-        replaced by this command.
-        """
+        """Return ``text``, an arithmetic expression whose value is unknown. Each variable that has the output of a
+        command as its value is replaced by that command."""
         values = {name: value for name in _NAME.findall(text) if list_outputs(value := self.variables.get(name, ""))}
         return _NAME.sub(lambda name: values.get(name[1], name[0]), text)[:_LONGEST] if values else text
 
@@ -359,8 +359,8 @@ class ShellScript:
             self.variables, self.commands, self._functions, self._output = kept
 
     def _print(self, command: str, words: list[str]) -> None:
-        """Add the line that ``command``, ``echo`` or ``printf``, prints to the output. ``words``: those that follow the
-        command, as they are written. What is not known is added to the commands.
+        """Add the line that ``command``, ``echo`` or ``printf``, prints to the output. ``words``: the words after the
+        command, as they are written. If the printed line is not known, add the command to the list of commands instead.
         """
         assert self._output is not None
         if words and words[-1] in _TO_OTHERS:
@@ -486,17 +486,15 @@ def _evaluate_sum(node: ast.expr) -> int:
 
 
 def list_outputs(text: str) -> list[str]:
-    """Return the commands in ``text`` whose output the shell would fill in, as they are written, such as ``$(cat x)``.
-    Those inside of others, and in single quotes, are not listed.
-    """
+    """Return the command substitutions in ``text`` (commands whose output the shell would fill in) as they are written,
+    such as ``$(cat x)``. Substitutions inside other ones or in single quotes are not listed."""
     return [text[start:stop] for start, stop in _find_outputs(text)] if "(" in text or "`" in text else []
 
 
 def describe_output(value: str, script: str) -> str:
-    """Return, for a message, the part of ``value``, a word of a command line, that is not known without running
-    ``script``, the text of the shell script that it is from, and what to do; an empty text if it does not depend on a
-    command's output.
-    """
+    """Return a text for an error message on ``value``, a word of a command line that is unknown because it contains the
+    output of a command: that command, its line in ``script``, and what to do. The text is empty if ``value`` has no
+    such command. ``script``: the shell script that contains the word."""
     outputs = list_outputs(value)
     if not outputs:
         return ""
@@ -512,9 +510,8 @@ def describe_output(value: str, script: str) -> str:
 
 
 def _find_line(output: str, script: str) -> int:
-    """Return the number of the line of ``script`` that has ``output``, a command in ``$()`` or backquotes whose
-    variables may be filled in; 0 if there is none.
-    """
+    """Return the number of the line of ``script`` that contains ``output``, a command in ``$()`` or backquotes, whose
+    variables may have been replaced by values; 0 if no line does."""
     command = _unwrap_output(output).split()[:1]
     for part in (output, *(f"{opening}{command[0]}" for opening in ("$(", "`", "$( ") if command)):
         place = script.find(part)
@@ -528,9 +525,8 @@ def _unwrap_output(output: str) -> str:
 
 
 def _hide_outputs(text: str) -> tuple[str, list[str]]:
-    """Return ``text`` with a placeholder without blanks in place of each command whose output the shell would fill in
-    and of each arithmetic expression, and these as they are written.
-    """
+    """Return two values: ``text`` with a placeholder without blanks in place of each command substitution (such as
+    ``$(cat x)``) and each arithmetic expression; and the list of the replaced texts."""
     pieces: list[str] = []
     outputs: list[str] = []
     end = 0
@@ -542,10 +538,9 @@ def _hide_outputs(text: str) -> tuple[str, list[str]]:
 
 
 def _find_outputs(text: str, *, arithmetic: bool = False) -> list[tuple[int, int]]:
-    """Return where the commands of ``text`` start and end whose output the shell would fill in: ``$(command)``,
-    commands in backquotes, and ``<(command)``, the name of a file that has the output. ``arithmetic``: include
-    ``$((expression))``.
-    """
+    """Return the (start, end) indices in ``text`` of each command substitution, which the shell would replace by
+    output: ``$(command)``, commands in backquotes, and ``<(command)`` or ``>(command)``, which become file names.
+    ``arithmetic``: whether ``$((expression))`` is included."""
     openings = ("$(", "<(", ">(", "$((") if arithmetic else ("$(", "<(", ">(")
     found: list[tuple[int, int]] = []
     closing: list[str] = []  # kinds of the parentheses that are open
@@ -720,8 +715,8 @@ class _Parser:
 
     def take_nodes(self, ends: Collection[str], depth: int) -> tuple[Node, ...]:
         """Read and return statements until the next one starts with a word of ``ends`` (such as ``fi``) or, if ``ends``
-        contains ``;;``, follows ``;;``. The statement that ends them is not read. ``depth``: nesting depth of these
-        statements. Raise :class:`LayoutError` if it is too large."""
+        contains ``;;``, follows ``;;``. That next statement is not read. ``depth``: nesting depth of these statements.
+        Raise :class:`LayoutError` if it is too large."""
         if depth > _DEEPEST:
             raise LayoutError(
                 f"the script has conditions nested more than {_DEEPEST} deep; expected a script that starts a training "

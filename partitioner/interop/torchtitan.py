@@ -231,9 +231,9 @@ def _read_data_axes(options: Options, pp: int) -> dict[str, Any]:
 
 
 def _read_data_degrees(options: Options) -> tuple[int, int]:
-    """Return two numbers of data-parallel ranks from the options of a torchtitan configuration: how many groups of
-    ranks hold a copy of the model each, and how many ranks share the states (parameters, gradients, optimizer states)
-    of one copy. -1 stands for all ranks that are left. ``options``: the options of the configuration."""
+    """Return two numbers of data-parallel ranks: how many groups of ranks hold one copy of the model each, and over how
+    many ranks the states (parameters, gradients, optimizer states) of one copy are sharded. -1 stands for all remaining
+    ranks. ``options``: the options of a torchtitan configuration."""
     replicate = options.take_number("parallelism.data_parallel_replicate_degree", 1)
     replicate = options.take_number("training.data_parallel_replicate_degree", replicate)
     name = "training.data_parallel_shard_degree"
@@ -243,12 +243,12 @@ def _read_data_degrees(options: Options) -> tuple[int, int]:
 
 def _read_older_data_degree(options: Options) -> tuple[int, int] | None:
     """Return two numbers of data-parallel ranks from options that only early versions of torchtitan have: how many
-    groups of ranks hold a copy of the model each, and how many ranks share the parameters and optimizer states of one
-    copy (-1: all that are left). ``None`` if no such option is given.
+    groups of ranks hold one copy of the model each, and over how many ranks one copy is sharded (-1: all remaining
+    ranks). ``None`` if no such option is given.
 
-    In these versions, ``training.data_parallel_type`` says whether the ranks of ``training.data_parallel_degree``
-    divide them among each other (``fsdp``) or hold a copy each (``ddp``). ``options``: the options of the
-    configuration. Raise :class:`ContradictionError` if options of later versions are given beside them.
+    In these versions, ``training.data_parallel_type`` says whether the ``training.data_parallel_degree`` ranks shard
+    one copy (``fsdp``) or hold one copy each (``ddp``). ``options``: the options of the configuration. Raise
+    :class:`ContradictionError` if options of later versions are given, too.
     """
     older = [name for name in ("training.data_parallel_degree", "training.data_parallel_type") if options.has(name)]
     if not older:
@@ -268,8 +268,8 @@ def _read_older_data_degree(options: Options) -> tuple[int, int] | None:
 
 
 def _take_degree(options: Options, name: str) -> int:
-    """Return the value of the option ``name``, a number of data-parallel ranks, or -1: all that are left, which is the
-    default. ``options``: the options of a torchtitan configuration."""
+    """Return the value of the option ``name``, a number of data-parallel ranks; -1, the default, stands for all
+    remaining ranks. ``options``: the options of a torchtitan configuration."""
     degree = options.take_number(name, -1, least=-1)
     if degree == 0:
         raise options.wrong_value(name, "1 or more, or -1 for the rest")
@@ -290,8 +290,8 @@ def _take_renamed(options: Options, name: str, older: str, default: int) -> int:
 
 
 def _list_own_fields(nested: Mapping[str, Any], flat: Mapping[str, Any], known: Collection[str]) -> set[str]:
-    """Return the options of a torchtitan configuration that its class adds to those of torchtitan's ``Trainer.Config``.
-    The set is empty for ``Trainer.Config`` itself, whose unknown options are misspelt.
+    """Return the options of a torchtitan configuration that its class adds to the options of torchtitan's
+    ``Trainer.Config``. The set is empty for ``Trainer.Config`` itself, whose unknown options are misspelt.
 
     ``nested``: the configuration, with sections as inner mappings and the name of its class, if it was read from
     Python. ``flat``: the same options as ``section.name`` -> value. ``known``: the options and sections of torchtitan.
@@ -421,7 +421,7 @@ def _read_context(options: Options) -> str:
 
 def _read_recompute(options: Options, nested: Mapping[str, Any]) -> str | None:
     """Return what the backward recomputes: ``none``, ``alternate`` (every second matrix product), ``full`` (every
-    layer), or ``None`` if the compiler decides it. ``nested``: the configuration with sections as inner mappings.
+    layer); ``None`` if the compiler decides. ``nested``: the configuration with sections as inner mappings.
     ``options``: the options of a torchtitan configuration, to which notes for the user are added."""
     section = nested.get("activation_checkpoint", {})
     if section is None:

@@ -119,9 +119,8 @@ def _is_compiled(options: Options) -> bool:
 
 
 def _check_plan(options: Options, name: str) -> None:
-    """Raise :class:`OptionValueError` if the plan ``name`` among ``options``, such as ``tp_plan``, is no mapping of
-    modules to styles, has a style that transformers does not know, or names a single layer.
-    """
+    """Raise :class:`OptionValueError` if the plan ``name`` among ``options``, such as ``tp_plan``, is not a mapping of
+    modules to styles, has a style that transformers does not know, or names a single layer."""
     plan = options.given[name]
     if not isinstance(plan, Mapping):
         raise options.wrong_value(name, "auto, or a mapping of modules to styles")

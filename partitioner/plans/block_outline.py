@@ -138,10 +138,9 @@ def block_weights(
 
 
 def layout_phrase(block: BlockGraph, placeholder: str, layout: Layout) -> str:
-    """Return what ``layout``, a parameter's layout over tensor-parallel ranks, means for the operator that reads it, in
-    words such as ``column-parallel``. ``block``: the graph of the block. ``placeholder``: name of the graph input that
-    is the parameter.
-    """
+    """Return what ``layout``, a parameter's layout over tensor-parallel ranks, means for the operator that reads it, as
+    text such as ``column-parallel``. ``block``: the graph of the block. ``placeholder``: name of the graph input that
+    is the parameter."""
     if layout.kind == "R'":
         return "whole, gradient summed over tp"
     if not layout.is_shard:

@@ -25,7 +25,8 @@ def mesh_text(mesh: dict[str, int]) -> str:
     """Return ``mesh`` as text, such as ``pp 4 × dp 2 × tp 2``. Axes of one rank are left out; a mesh of a single rank
     gives ``one rank``. ``mesh``: axis -> number of ranks.
 
-    ``ep`` comes after a comma, because its ranks are also ranks of the other axes and no factor of the product.
+    ``ep`` comes after a comma: its ranks are also ranks of the other axes, so it is not a factor of the number of
+    ranks.
     """
     product = " × ".join(f"{axis} {mesh[axis]}" for axis in MESH_AXES if axis != "ep" and mesh.get(axis, 1) > 1)
     experts = f"ep {mesh['ep']}" if mesh.get("ep", 1) > 1 else ""
@@ -64,9 +65,8 @@ class DeviceMemory:
 
 
 def device_memory(plan: Plan, rank: int) -> DeviceMemory:
-    """Return how the memory of the device of ``rank`` is divided between the driver, communication groups, the margin
-    and ``plan``.
-    """
+    """Return an object that says how the memory of the device of ``rank`` is divided between the driver, communication
+    groups, the margin and ``plan``."""
     device = plan.topology.devices[plan.devices[rank]]
     groups = num_communicators(plan.mesh) * plan.topology.types[device.kind].communicator
     margin = margin_bytes(device.usable, plan.constraints.memory_margin)
@@ -169,8 +169,8 @@ def bubble_text(plan: Plan) -> str:
 
 
 def _format_bubble_figure(plan: Plan) -> tuple[str, str]:
-    """Return a label and a value for pictures of ``plan``, such as ``"bubble, slowest rank"`` and ``"7.3%"``: the
-    percentage of the step that ranks wait in the pipeline. The value is empty if no rank waits."""
+    """Return a pair of texts for pictures of ``plan``, a label and a value, such as ``"bubble, slowest rank"`` and
+    ``"7.3%"``: the percentage of the step that ranks wait in the pipeline. The value is empty if no rank waits."""
     shares = waiting_shares(plan)
     if not bubble_text(plan):
         return "bubble", ""

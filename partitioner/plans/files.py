@@ -179,10 +179,9 @@ def _unwrap_plan_file(path: Path, kind: str) -> dict[str, Any]:
 
 
 def _upgrade_first_version(body: dict[str, Any]) -> dict[str, Any]:
-    """Convert ``body``, the content of a plan file of version 1, to version 2, and return it. Entries of its dict
-    ``constraints`` that are no constraint but describe the framework that executes the plan (such as its kernels) move
-    to the new dict ``profile``.
-    """
+    """Convert ``body``, the content of a plan file of version 1, to version 2, and return it. Entries of
+    ``body["constraints"]`` that describe the framework that executes the plan (such as its kernels) move to the new
+    dict ``body["profile"]``."""
     given = body.get("constraints")
     if not isinstance(given, dict):
         return body

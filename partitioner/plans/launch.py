@@ -25,7 +25,7 @@ TORCHRUN = "python -m partitioner.runtime.launch.torchrun"
 _WARNING_S = 120  # seconds before the time limit at which a job goes back into the queue
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>[0-5]?\d))?(?::(?P<third>[0-5]?\d))?")
 _NO_LIMIT = ("UNLIMITED", "INFINITE")
-_LONG_S = 900  # seconds: a job that ran for so long is not one that fails at once each time
+_LONG_S = 900  # seconds: a job that ran at least this long does not fail at once each time
 
 
 @dataclass(frozen=True)
@@ -137,10 +137,9 @@ def slurm_script(job: LaunchJob, *, time: str | None = None, partition: str | No
 
 
 def _check_time(time: str) -> None:
-    """Raise :class:`PlanError` if ``time`` is no time limit that Slurm accepts, or if the limit is at most four minutes
-    (0 means no limit). A job goes back into the queue two minutes before its limit, so with a shorter one it would
-    hardly run.
-    """
+    """Raise :class:`PlanError` if Slurm does not accept ``time`` as a time limit, or if the limit is at most four
+    minutes (0 means no limit). A job goes back into the queue two minutes before its limit, so a job with a short limit
+    would hardly run."""
     found = _TIME.fullmatch(time)
     if found is None and time.upper() not in _NO_LIMIT:
         raise PlanError(

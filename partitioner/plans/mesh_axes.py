@@ -198,9 +198,8 @@ class _Uses:
 
 
 def _find_axis_uses(plan: Plan) -> dict[str, _Uses]:
-    """Return how the ranks of each mesh axis of ``plan`` communicate: axis -> texts. Axes with one rank are left
-    out.
-    """
+    """Return texts on how the ranks of each mesh axis of ``plan`` communicate, as a dict: axis -> texts. Axes with one
+    rank are left out."""
     devices = np.array(plan.devices)
     found = {}
     for axis in (a for a in MESH_AXES if plan.mesh.get(a, 1) > 1):
@@ -221,8 +220,8 @@ def _list_axis_groups(plan: Plan, axis: str) -> NDArray[np.int64]:
 
 def _describe_collectives(axis: str, numbers: NDArray[np.int64], kinds: Sequence[Group]) -> _Uses:
     """Return texts on how the collectives of the mesh axis ``axis`` use the links, for the report. ``numbers``: the
-    index in ``kinds`` of each group of ranks along the axis. ``kinds``: groups with different links. A kind of links
-    that several of them use is described for the slowest of these."""
+    index in ``kinds`` of each group of ranks along the axis. ``kinds``: groups with different links. If several groups
+    use one level of links, the slowest of these groups is described."""
     counts = Counter(numbers.tolist())
     ranked = sorted(range(len(kinds)), key=lambda k: (kinds[k].bus_bandwidth, -kinds[k].all_reduce_start))
     cells: dict[str, AxisCell] = {}

@@ -28,8 +28,7 @@ from partitioner.units import bytes_text
 def group_notes(calls: CallGroup) -> list[str]:
     """Return short texts for pictures on unusual properties of ``calls``, a group of block calls (such as layers): the
     calls are recomputed in backward, in full or in part; they run before the pipeline starts; or each stage that reads
-    their results computes these for itself.
-    """
+    the results of the calls computes them for itself."""
     notes = (
         ("recomputed in backward", calls.recomputed),
         ("recomputed in part in backward", calls.selective),
@@ -165,8 +164,8 @@ class CallGroup:
     stop)`` of positions of its calls in the stage. ``blocks``: the names of the repeated blocks. ``title``: these names
     as text for reports, such as ``layers.* + norm``. ``count``: how often the sequence of blocks is repeated.
     ``paths``: the module paths of the calls as text. ``members``: the module path of the first call of each repetition.
-    ``collectives``: totals over all calls of the group, for one rank
-    and one microbatch. ``weights``: the parameters of one of these sequences.
+    ``collectives``: totals over all calls of the group, for one rank and one microbatch. ``weights``: the parameters of
+    one repetition.
 
     ``num_parameters``: elements of the parameters before sharding. ``parameter_bytes``: bytes of these parameters that
     one rank holds. ``recomputed``, ``selective``: whether the backward recomputes all of each call, or a part.
@@ -341,8 +340,8 @@ def describe_block(program: Program, name: str) -> str:
     first computes the totals before the pipeline starts, and is called ``batch totals for`` the undivided block. The
     second does the rest; it gets the name of the undivided block.
 
-    What several layers read, and no module alone computes, is called ``layer inputs``, with the path of the module that
-    has most of it: ``layer inputs (model.rotary_emb)``.
+    A block that computes values for several layers, and that is not a module of the model, is called ``layer inputs``,
+    with the path of the module that has most of its operators: ``layer inputs (model.rotary_emb)``.
     """
     if name.endswith(TOTALS):
         return f"batch totals for {name.removesuffix(TOTALS)}"
@@ -356,26 +355,25 @@ def describe_block(program: Program, name: str) -> str:
 
 
 def _describe_path(program: Program, call: CallData) -> str:
-    """Return the module path of ``call``, or the name of its block for reports if this says more: if the block computes
-    totals over the batch, or no module alone computes it."""
+    """Return the module path of ``call``, or the name of its block for reports if the block computes totals over the
+    batch or is not a module of the model."""
     named = call.block.split("#")[0] == _COMMON or call.block.endswith(TOTALS)
     return describe_block(program, call.block) if named else call.path
 
 
 def _is_common(program: Program, name: str) -> bool:
-    """Return whether the block ``name`` of ``program`` is what several layers read, and no module of the model with
-    that name."""
+    """Return whether the block ``name`` of ``program`` computes values that several layers read. False if it is a
+    module of the model that happens to have such a name."""
     paths = (str(node.get("path", "")) for node in program.blocks[name].nodes)
     return name.split("#")[0] == _COMMON and all(path.split(".")[0] != _COMMON for path in paths)
 
 
 def chunk_starts(stage: Stage) -> list[int]:
-    """Return the positions, from 0, at which the virtual stages of the pipeline stage ``stage`` begin in its list of
-    block calls (such as layers), in increasing order.
-    """
+    """Return the index of the first block call (such as a layer) of each virtual stage of ``stage``, in increasing
+    order. The indices are those of the stage's list of block calls."""
     starts: set[int] = set()
     spans: dict[int | None, list[tuple[int, int]]] = {}
-    last: tuple[int | None, int] | None = None  # microbatch and end of the forward before, without another operation
+    last: tuple[int | None, int] | None = None  # microbatch and end of the forward just before
     for instruction in stage.instructions:
         if instruction.op == "F" and instruction.calls:
             start, end = instruction.calls
@@ -385,8 +383,8 @@ def chunk_starts(stage: Stage) -> list[int]:
             last = instruction.microbatch, end
         elif instruction.op in ("RECV_F", "SEND_F", "B", "I", "W"):
             last = None
-    # A forward is of a whole virtual stage or of a part of it, such as one call. Most microbatches have whole ones, and
-    # then tell apart two virtual stages that a rank runs one after the other.
+    # A forward instruction runs a whole virtual stage, or a part of one, such as one call. Most microbatches have whole
+    # ones, which show where one virtual stage ends and the next one begins if a rank runs both without a pause.
     fewest = min(spans.values(), key=len, default=[])
     if all(end - start > 1 for start, end in fewest) or len(fewest) < max(map(len, spans.values())):
         starts.update(start for start, _ in fewest)

@@ -1,4 +1,4 @@
-"""The reference of a verification: the unmodified model, run eagerly in one process, in float64 if asked."""
+"""The reference of a verification: the unmodified model, run eagerly in one process, in float64 on request."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class _DoubleData(TorchFunctionMode):
     values are rounded to the type that the code requests and then stored as float64, because plans treat such constants
     in the same way.
 
-    ``default``: the type to round to if the code requests none. ``planned``: the type of the model's tensors in the
+    ``default``: the type to round to if the code requests no type. ``planned``: the type of the model's tensors in the
     plan. Where the code requests the type of one of the model's tensors, which is float64 only in this run, the values
     are rounded to ``planned``.
     """
@@ -196,8 +196,7 @@ def _run_operator(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 class _ByPlace(TorchFunctionMode):
     """A torch mode in which each call of a function with dropout draws from a stream of random numbers of its own, as
     in the programs of plans. Streams are numbered in the order of calls. ``seed``: seed of the streams. ``group``:
-    number of the group of samples on which the model runs; each group draws other numbers.
-    """
+    index of the group of samples on which the model runs; random numbers differ by group."""
 
     def __init__(self, seed: int, group: int) -> None:
         super().__init__()
@@ -220,10 +219,9 @@ class _ByPlace(TorchFunctionMode):
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Return a context in which the functions with dropout in ``torch.nn.functional`` are replaced by the functions
-        of this mode. It is needed while another function of that module runs: PyTorch reports only the outer call to
-        modes, and not the calls of dropout inside it.
-        """
+        """Return a context manager within which the functions with dropout in ``torch.nn.functional`` are replaced by
+        the functions of this mode. It is needed while another function of that module runs: PyTorch reports only the
+        outer call to modes, and not the calls of dropout inside it."""
         known = {name: getattr(nn.functional, name) for name in _DROPPING if hasattr(nn.functional, name)}
 
         def shown(name: str) -> Callable[..., Any]:
@@ -348,7 +346,7 @@ def _bind_arguments(replacement: Callable[..., Tensor], args: Any, kwargs: Any) 
 
 @contextmanager
 def keep_in_float64(dtype: torch.dtype = torch.float64) -> Iterator[None]:
-    """Return a context in which float64 models compute in float64, although their code asks for float32.
+    """Return a context manager within which float64 models compute in float64, although their code asks for float32.
 
     ``dtype``: the floating type in which the plan computes, to which the float64 results are compared. In the context
     ``torch.finfo`` gives the limits of this type, and numbers in the model's code are rounded to it, as in the plan.
@@ -392,12 +390,12 @@ def run_reference(
         loss: computes the loss from the model's result; ``None`` if the result contains it.
         train: whether to run a backward, too, for the gradient of every parameter.
         double: run a copy of the model in float64; otherwise run ``model`` as it is.
-        seed: seed of the random operators. Each of their calls draws from a stream of its own, as in plans.
+        seed: seed of the random operators. Each call of such an operator draws from its own stream, as in plans.
         group: if a batch is run as several groups of samples one after the other: index of the group that ``inputs``
-            are. Each group draws other random numbers. 0 for a whole batch.
-        buffers: initial values of buffers, parameters and ``counters``; ``None``: those of the model.
+            are. Random numbers differ by group. 0 for a whole batch.
+        buffers: initial values of buffers, parameters and ``counters``; ``None``: the values in the model.
         counters: names of attributes that are Python numbers; they are returned among the buffers.
-        precision: name of the dtype that the plan computes in, such as ``bf16``; ``None``: that of the model's
+        precision: name of the dtype that the plan computes in, such as ``bf16``; ``None``: the dtype of the model's
             parameters. Even if the model runs in float64, ``torch.finfo`` gives the limits of this dtype, and numbers
             in the model's code are rounded to it, as in the plan.
     """
@@ -425,8 +423,8 @@ class _ReferenceRun:
 
     ``model``: the model. ``inputs``: one global batch. ``loss``: computes the loss from the result; ``None`` if the
     result contains it. ``train``: whether to run a backward. ``planned``: the floating type of the plan if the model
-    runs in float64; ``None`` if the model runs in its own type. ``seed``: seed of random operators. ``group``: number
-    of the group of samples in ``inputs``, by which random numbers differ. ``buffers``: initial values of buffers.
+    runs in float64; ``None`` if the model runs in its own type. ``seed``: seed of random operators. ``group``: index of
+    the group of samples in ``inputs``; random numbers differ by group. ``buffers``: initial values of buffers.
     ``counters``: names of attributes that are Python numbers and count as buffers.
     """
 
@@ -492,8 +490,8 @@ def _copy_model_by_value(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def _nothing_recomputed() -> Iterator[None]:
-    """Return a context in which activation checkpointing is disabled. If the backward ran checkpointed functions a
-    second time, they would draw other random numbers than in the forward."""
+    """Return a context manager within which activation checkpointing is disabled. If the backward ran checkpointed
+    functions a second time, they would draw other random numbers than in the forward."""
 
     def once(*_: Any, **__: Any) -> Iterator[None]:
         yield
@@ -509,8 +507,8 @@ def _nothing_recomputed() -> Iterator[None]:
 
 
 def _nothing_compiled() -> AbstractContextManager[Any]:
-    """Return a context in which functions that ``torch.compile`` wraps run without a compiler. A compiler would refuse
-    the torch modes that a run of the reference uses."""
+    """Return a context manager within which functions that ``torch.compile`` wraps run without a compiler. A compiler
+    would refuse the torch modes that a run of the reference uses."""
     wrapped = "torch._dynamo" in sys.modules  # not imported here: that takes seconds
     return torch.compiler.set_stance("force_eager") if wrapped else nullcontext()
 
@@ -590,8 +588,9 @@ def _list_model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def _label_model_failures(model: nn.Module) -> Iterator[None]:
-    """Return a context in which the unmodified ``model`` runs. Exceptions that are raised in it are converted to
-    :class:`InputsError`, whose message says that the model itself fails on the inputs, independently of any plan."""
+    """Return a context manager within which the unmodified ``model`` runs. Exceptions that are raised in it are
+    converted to :class:`InputsError`, whose message says that the model itself fails on the inputs, independently of
+    any plan."""
     try:
         yield
     except PartitionError:
@@ -614,9 +613,8 @@ def _is_tensor_unchanged(held: Tensor, before: Tensor | None) -> bool:
 
 
 def find_loss(output: Any) -> Tensor | None:
-    """Return the loss in ``output``, a model's result: its ``loss``, or else its only tensor. ``None`` if there is no
-    such tensor, or if it is no scalar.
-    """
+    """Return the loss in ``output``, a model's result: its attribute ``loss``, or else its only tensor. ``None`` if
+    there is no such tensor, or if the tensor is not a scalar."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(output, Tensor) or not isinstance(found, Tensor):
         leaves = pytree.tree_leaves(convert_to_containers(output))

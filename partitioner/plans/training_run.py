@@ -55,7 +55,8 @@ class TrainingRun:
 
 
 def _amount_text(amount: float) -> str:
-    """Return ``amount`` as text with three significant digits, or as a whole number if it has more before the point."""
+    """Return ``amount`` as text: with three significant digits below 1,000, otherwise as a whole number, from 10,000 on
+    with a suffix such as ``k``."""
     return format_digits(amount) if amount < 1000 else count_text(amount)
 
 

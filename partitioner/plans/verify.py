@@ -47,7 +47,7 @@ def run_groups(
     dim are concatenated. Each group starts with the buffers that the previous one left. ``loss``: computes the loss
     from the model's result; ``None`` if the result contains it. ``counters``: names of attributes that are Python
     numbers; they are passed from group to group like buffers. ``precision``: name of the dtype that the plan computes
-    in, such as ``bf16``; ``None``: that of the model's parameters. The model computes in float64 all the same, but
+    in, such as ``bf16``; ``None``: the dtype of the model's parameters. The model computes in float64 in any case, but
     ``torch.finfo`` gives the limits of this dtype, and numbers in the model's code are rounded to it, as in the plan.
     """
     dims = {i.path: i.batch_dim for i in program.inputs}
@@ -97,11 +97,10 @@ def _slice_leaf_samples(leaf: Any, dim: int | None, start: int, count: int) -> A
 
 
 def _join_group_results(parts: Sequence[Any], way: str) -> Any:
-    """Return the value of one model output for the whole batch, computed from its values for several groups of samples.
-    ``parts``: the value for each group, in order. ``way``: how the output depends on the samples. ``R``: it is equal
-    for all groups, and the first is returned. ``S0`` (or another dim): the values are concatenated along dim 0.
-    Anything else: the values are averaged.
-    """
+    """Return the value of one model output for the whole batch. ``parts``: its values for several groups of samples, in
+    order. ``way``: how the output depends on the samples. ``R``: all values are equal, and the first is returned.
+    ``S0``, ``S1``...: the values are concatenated along this dim. Anything else: the values are averaged. If the values
+    are not tensors, the first is returned."""
     if way == "R" or not all(isinstance(part, Tensor) for part in parts):
         return parts[0]
     layout = Layout.parse(way)
@@ -191,9 +190,8 @@ def verify(
 
 
 def counters_of(program: Program, model: nn.Module) -> list[str]:
-    """Return the names of those parameters and buffers of ``program`` that forward changes and that are Python numbers
-    in the modules of ``model``, such as a step counter. A verification compares them like buffers.
-    """
+    """Return the names of the Python numbers in the modules of ``model`` that forward changes, such as a step counter.
+    ``program`` has them as buffers, and a verification compares them like buffers."""
     held = dict(model.named_buffers(remove_duplicate=False))
     changed = [n for n, s in program.states.items() if s.update is not None and n not in held]
     return [name for name in changed if get_number_attribute(model, name) is not None]

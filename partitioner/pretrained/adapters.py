@@ -1,8 +1,9 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021): the weights of a model are frozen, and small matrices beside them trained.
+"""Low-rank adapters (LoRA, Hu et al. 2021): the weights of a model are frozen, and small additional matrices are
+trained.
 
 An adapted layer computes ``W x + alpha / r * B A d(x)``, where ``d`` is dropout. ``A`` has ``r`` rows, ``B`` has ``r``
-columns. ``B`` starts as zero, so that the model computes at first what it computes without adapters. The names of the
-model's own weights stay. Other modules, such as a new classifier, may be trained as a whole beside the adapters.
+columns. ``B`` starts as zero, so that the model computes at first what it computes without adapters. The model's own
+weights keep their names. Other modules, such as a new classifier, may be trained as a whole.
 
 :func:`save_adapters` writes a folder for PEFT, the adapter library of Hugging Face, and for servers that load such
 folders: ``adapter_config.json``, the options, and ``adapter_model.safetensors``, the matrices ``A`` and ``B`` and the
@@ -80,7 +81,7 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """The number by which the outputs of the adapters are multiplied."""
+        """Return the number by which the outputs of the adapters are multiplied."""
         return (self.alpha or self.r) / self.r
 
     @classmethod
@@ -121,7 +122,7 @@ def _parse_number(name: str, text: str) -> float:
 class AdaptedLinear(nn.Linear):
     """A linear layer whose weight and bias are frozen, with a low-rank adapter.
 
-    ``transposed``: the weight has the shape ``[inputs, outputs]``, like ``Conv1D`` of transformers; otherwise
+    ``transposed``: whether the weight has the shape ``[inputs, outputs]``, as in ``Conv1D`` of transformers, instead of
     ``[outputs, inputs]``.
     """
 
@@ -151,10 +152,10 @@ class AdaptedLinear(nn.Linear):
 def add_adapters(model: nn.Module, lora: Lora, seed: int = 0, without: Collection[str] = ()) -> int:
     """Freeze the parameters of ``model``, a model of transformers, and add a low-rank adapter to each linear layer that
     ``lora`` selects, in place. Return the number of adapters. ``seed``: seed of the random initial values of the
-    adapters' matrix ``A``. ``without``: paths of layers that get none.
+    adapters' matrix ``A``. ``without``: paths of layers that get no adapter.
 
-    Raise :class:`PretrainedError` if a target is no linear layer of the model, or if a module to save is no module with
-    parameters.
+    Raise :class:`PretrainedError` if a target is not a linear layer of the model, or if a module to save has no
+    parameters or does not exist.
     """
     saved = _find_saved_modules(model, lora)
     layers = _find_linear_layers(model)
@@ -189,7 +190,7 @@ def add_adapters(model: nn.Module, lora: Lora, seed: int = 0, without: Collectio
 
 def list_bypassed_adapters(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
     """Return the paths of the adapted layers of ``model`` whose weight the model reads without calling the layer, so
-    that their adapters have no effect. Layers that the run does not reach, because the model needs the values of
+    that their adapters have no effect. Layers that the run does not reach, because the model fails without values of
     tensors, are not in the list.
 
     ``inputs``: a batch by argument name, on the meta device like the model, which is run once.
@@ -300,8 +301,8 @@ def save_adapters(
             and of the modules that were trained as a whole, are read.
         lora: the options with which the adapters were made.
         base: name or folder of the model that the adapters belong to, which PEFT loads if it is not given a model.
-        task: the task of the model, such as ``causal``; ``None``: PEFT adds no methods to the model, such as
-            ``generate``.
+        task: the task of the model, such as ``causal``; ``None``: PEFT adds no methods, such as ``generate``, to the
+            model.
 
     Raises :class:`PretrainedError` if the weights have no adapters, or adapters of another rank than ``lora``.
     """

@@ -3,7 +3,7 @@
 A model's main input is tokens, pixels, a waveform or a spectrogram. Where the configuration leaves the shape open (the
 order of the dims of a spectrogram, the size of an image), the shapes that are usual are tried on the meta device, and
 the first that the model accepts is taken. A model that reads text with images gets one image for each sample, and as
-many placeholders in the text as its image has features.
+many placeholders in the text as the image has features.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class BatchRequest:
 
 @dataclass(frozen=True)
 class InputSpec:
-    """Shape and content of one input of a model. It has random integers from ``low`` to below ``high``, or normally
-    distributed numbers if ``high`` is 0.
+    """Shape and content of one input of a model. The input consists of random integers from ``low`` to below ``high``,
+    or of normally distributed numbers if ``high`` is 0.
 
-    ``shape``: shape of the tensor. ``placeholder``, ``places``: for token ids: the id that stands for a feature of an
-    image, and how many of these ids follow the first token of each sample. ``fixed``: if it is not ``None``, the input
-    is this Python value instead of a tensor. ``unit``: numbers are from 0 to below 1 instead of normally distributed,
-    because the model rounds some of them down to an index.
+    ``shape``: shape of the tensor. ``placeholder``: for token ids: the id that stands for a feature of an image.
+    ``places``: how many of these ids follow the first token of each sample. ``fixed``: if it is not ``None``, the input
+    is this Python value instead of a tensor. ``unit``: whether numbers are uniform from 0 to below 1 instead of
+    normally distributed, because the model rounds some of them down to an index.
     """
 
     shape: tuple[int, ...]
@@ -75,9 +75,8 @@ class InputSpec:
     unit: bool = False
 
     def make(self, device: str, generator: torch.Generator) -> Any:
-        """Return a tensor with the shape of this spec on ``device``, filled with random numbers of ``generator``; on
-        the device ``meta`` without numbers. A fixed value is returned itself.
-        """
+        """Return a tensor with the shape of this spec: on the CPU, filled with random numbers of ``generator``, or, if
+        ``device`` is ``"meta"``, on the meta device without values. If :attr:`fixed` is set, return it instead."""
         if self.fixed is not None:
             return self.fixed
         if device == "meta":
@@ -91,8 +90,8 @@ class InputSpec:
 
 
 def choose_batch(model: nn.Module, found: Configuration, request: BatchRequest) -> dict[str, InputSpec]:
-    """Return a batch that ``model``, which is on the meta device, accepts, as argument name -> shape and content of the
-    input. ``found``: the model's configuration. ``request``: kind and size of the batch.
+    """Return a batch that ``model``, which is on the meta device, accepts, as a dict: argument name -> shape and
+    content of the input. ``found``: the model's configuration. ``request``: kind and size of the batch.
 
     Several batches are tried with the model on the meta device; the first that it accepts is returned. Raise
     :class:`PretrainedError` if it accepts none, or if labels are requested and the model takes none.
@@ -148,10 +147,9 @@ def find_dtype(model: nn.Module) -> torch.dtype:
 def make_batch(
     specs: Mapping[str, InputSpec], device: str = "cpu", seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> dict[str, Any]:
-    """Return a batch, as a dict: argument name -> a tensor on ``device`` or a fixed value. ``specs``: argument name ->
-    shape and content of the input. On the device ``meta`` tensors have no values; otherwise their values are random,
-    from ``seed``. ``dtype``: the type of tensors that are not of whole numbers.
-    """
+    """Return a batch, as a dict: argument name -> a tensor or a fixed value. ``specs``: argument name -> shape and
+    content of the input. ``device``: ``"meta"``: tensors without values; otherwise tensors are on the CPU, with random
+    values from ``seed``. ``dtype``: the dtype of floating-point tensors."""
     generator = torch.Generator().manual_seed(seed)
     made = {name: spec.make(device, generator) for name, spec in specs.items()}
     return {
@@ -169,9 +167,8 @@ def choose_length(config: Any) -> int:
 
 def longest_sample(config: Any) -> int | None:
     """Return the largest number of tokens of a sample for a model with the transformers configuration ``config``: its
-    number of positions. From 64 on it is rounded down to a multiple of 64, since some models reserve a few positions.
-    ``None`` if the configuration has no limit.
-    """
+    number of positions, rounded down to a multiple of 64 (if it is at least 64), since some models reserve a few
+    positions. ``None`` if the configuration has no limit."""
     most = read_number(config, *_POSITIONS)
     return None if most is None else most // _MULTIPLE * _MULTIPLE or most
 
@@ -191,10 +188,9 @@ def _check_length(config: Any, request: BatchRequest) -> None:
 
 
 def _list_batches(model: nn.Module, found: Configuration, request: BatchRequest) -> Iterator[dict[str, InputSpec]]:
-    """Yield the batches to try with ``model``, the most usual first, each as argument name -> shape and content of the
-    input. ``found``: the model's configuration. ``request``: kind and size of the batch. Raise :class:`PretrainedError`
-    if labels are requested and the model takes none.
-    """
+    """Yield the batches to try with ``model``, the most usual first, each as a dict: argument name -> shape and content
+    of the input. ``found``: the model's configuration. ``request``: kind and size of the batch. Raise
+    :class:`PretrainedError` if labels are requested and the model takes none."""
     if type(model).forward is nn.Module.forward:
         raise PretrainedError(
             f"{type(model).__name__} has no forward, since its parts run one after another; give FILE.py:FUNCTION with "
@@ -241,7 +237,7 @@ def _list_batches(model: nn.Module, found: Configuration, request: BatchRequest)
 
 
 def _list_needed(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
-    """Return the names of those of ``parameters``, the arguments of a model's forward, that have no default."""
+    """Return the names of the arguments without default in ``parameters``, the arguments of a model's forward."""
     return [n for n, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
@@ -262,10 +258,9 @@ def list_left_out(model: nn.Module, inputs: Collection[str]) -> list[str]:
 
 
 def _list_pairs(model: nn.Module, found: Configuration, request: BatchRequest) -> Iterator[dict[str, InputSpec]]:
-    """Yield the batches to try with ``model``, whose loss compares all images of a batch with all texts. Each is
-    argument name -> shape and content of the input. ``found``: the model's configuration. ``request``: kind and size of
-    the batch. Raise :class:`PretrainedError` if the model has no such loss.
-    """
+    """Yield the batches to try with ``model``, whose loss compares all images of a batch with all texts. Each batch is
+    a dict: argument name -> shape and content of the input. ``found``: the model's configuration. ``request``: kind and
+    size of the batch. Raise :class:`PretrainedError` if the model has no such loss."""
     parameters = inspect.signature(model.forward).parameters
     images = next((n for n in ("pixel_values", "pixel_values_videos") if n in parameters), None)
     if images is None or "input_ids" not in parameters:
@@ -287,12 +282,12 @@ def _list_pairs(model: nn.Module, found: Configuration, request: BatchRequest) -
 def _list_image_texts(
     model: nn.Module, found: Configuration, request: BatchRequest, *, lists: bool = False
 ) -> Iterator[dict[str, InputSpec]]:
-    """Yield the batches with an image for each sample to try with ``model``, which reads text with images. Each is
-    argument name -> shape and content of the input. ``lists``: each sample has a list of one image, in a dim of its
-    own.
+    """Yield the batches to try with ``model``, which reads text with images. Each batch has one image per sample, and
+    is a dict: argument name -> shape and content of the input. ``lists``: whether images have a further dim of size 1
+    behind the batch, for the list of images of a sample.
 
-    Nothing is yielded if labels are requested and the model takes none, or if its images have no fixed shape, because
-    images of different sizes are joined to one list of patches. ``found``: the model's configuration. ``request``: kind
+    Nothing is yielded if labels are requested and the model takes none, or if the model joins images of different sizes
+    to one list of patches, so that images have no fixed shape. ``found``: the model's configuration. ``request``: kind
     and size of the batch. Raise :class:`PretrainedError` if a sample is too short for the placeholders of an image.
     """
     parameters = inspect.signature(model.forward).parameters
@@ -423,9 +418,8 @@ def _list_image_sizes(found: Configuration) -> Iterator[tuple[int, int]]:
 
 
 def _as_size(value: Any) -> tuple[int, int] | None:
-    """Return the height and width, in pixels, in ``value``, a field of a configuration: a number, a pair, or an object
-    with both; ``None`` if it has none.
-    """
+    """Return the height and width, in pixels, in ``value``, a field of a configuration: a number (both), a pair, or an
+    object with both; ``None`` for anything else."""
     if isinstance(value, Mapping):
         side = value.get("shortest_edge")
         value = (value.get("height", side), value.get("width", side))

@@ -1,6 +1,6 @@
 """Read the configuration of a model: a folder with a ``config.json``, such a file, or a name on the Hugging Face hub.
 
-Nothing in a configuration is executed. One that asks for code of its own is refused.
+Nothing in a configuration is executed. A configuration that names its own Python code is refused.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LIMITS = (
 
 
 class PretrainedError(PartitionError):
-    """Error: a configuration of a model cannot be read or built, or an option does not suit it."""
+    """Error: a configuration of a model cannot be read or built, or an option does not suit the model."""
 
 
 class RemoteCodeError(PretrainedError):
@@ -44,7 +44,7 @@ class RemoteCodeError(PretrainedError):
 
 
 class HubError(PretrainedError):
-    """Error: the name of a model is no folder, and the Hugging Face hub does not give its configuration."""
+    """Error: a model's name is not a folder, and the Hugging Face hub does not provide its configuration."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ def import_transformers() -> Any:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Return a context in which transformers prints neither warnings nor progress. Its exceptions are raised as
-    usual."""
+    """Return a context manager within which transformers prints neither warnings nor progress. Its exceptions are
+    raised as usual."""
     logs = import_transformers().utils.logging
     before, bar = logs.get_verbosity(), logs.is_progress_bar_enabled()
     logs.set_verbosity_error()
@@ -137,8 +137,7 @@ def _is_hub_name(text: str) -> bool:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in the file ``path`` as a dict. Raise :class:`PretrainedError` if it cannot be read, is
-    not JSON, or is no object.
-    """
+    not JSON, or is not an object."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -177,11 +176,11 @@ def _parse_configuration(
     data: dict[str, Any], source: str, folder: Path | None, preprocessor: Mapping[str, Any]
 ) -> Configuration:
     """Return the configuration that ``data``, the content of a ``config.json``, describes. ``source``: the name or path
-    that it was read from, for messages. ``folder``: its folder; ``None`` for the hub. ``preprocessor``: the content of
-    ``preprocessor_config.json``; empty if there is none.
+    from which ``data`` was read, for messages. ``folder``: the folder of the file; ``None`` for the hub.
+    ``preprocessor``: the content of ``preprocessor_config.json``; empty if there is none.
 
     Raise :class:`PretrainedError` if transformers does not know the architecture or refuses the fields, and
-    :class:`RemoteCodeError` if it names code of its own.
+    :class:`RemoteCodeError` if ``data`` names its own Python code.
     """
     transformers = import_transformers()
     kind = data.get("model_type")
@@ -252,9 +251,8 @@ def _note_defaults(data: Mapping[str, Any], config: Any) -> list[str]:
 
 def _read_architectures(data: Mapping[str, Any], source: str) -> tuple[str, ...]:
     """Return the class names in the field ``architectures`` of ``data``, the content of a configuration file; empty if
-    it has none. ``source``: its path or name, for the message. Raise :class:`PretrainedError` if they are no list of
-    names.
-    """
+    it has none. ``source``: its path or name, for the message. Raise :class:`PretrainedError` if the field is not a
+    list of names."""
     named = data.get("architectures") or []
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise PretrainedError(
@@ -356,8 +354,8 @@ def read_number(config: Any, *names: str) -> int | None:
 
 def build_error(error: Exception, what: str, remedy: str = "correct its fields") -> PretrainedError:
     """Return a :class:`PretrainedError` for ``error``, an exception that transformers raised. ``what``: a clause that
-    says what failed. ``remedy``: what the user can do; for a missing package, it is to install it.
-    """
+    says what failed. ``remedy``: what the user can do; it is replaced by the advice to install a package if that
+    package is missing."""
     said = " ".join(str(error).split())[:300].rstrip(".")
     remedy = "install this package, or give FILE.py:FUNCTION" if isinstance(error, ImportError) else remedy
     return PretrainedError(f"{what}: {type(error).__name__}: {said}; {remedy}")

@@ -8,8 +8,8 @@ token (``decode``: one position).
 
 A model with an encoder and a decoder has two kinds of caches. The decoder's own attention (self-attention) writes to
 the first kind at each token. Its attention to the encoder (cross-attention) has keys and values that depend on the
-prompt alone. ``prefill`` runs the encoder, writes these once, and reads the first token of the decoder. ``decode``
-reads them.
+prompt alone. ``prefill`` runs the encoder, writes these keys and values once, and reads the first token of the decoder.
+``decode`` reads them from the cache.
 """
 
 from __future__ import annotations
@@ -58,9 +58,8 @@ class CacheShapes:
 
     def allocate(self, batch: int, length: int, cross: bool = False) -> CachePairs:
         """Return a pair of meta tensors (keys, values) for each attention layer: empty caches of shape ``[batch, heads,
-        length, d]``. ``batch``: number of samples. ``length``: largest number of tokens of a sample. ``cross``: for the
-        attention to an encoder.
-        """
+        length, d]``. ``batch``: number of samples. ``length``: largest number of tokens of a sample. ``cross``: whether
+        the caches are for cross-attention (to an encoder) instead of self-attention."""
 
         def make(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
             return torch.empty(batch, shape[0], length, shape[1], dtype=dtype, device="meta")
@@ -148,7 +147,7 @@ def find_first_token(name: str, model: nn.Module) -> int | None:
     """Return the token with which the decoder of ``model`` begins; ``None`` for a model without an encoder, which
     begins with the prompt. ``name``: name that the user gave to the generation, for errors.
 
-    Raise :class:`GenerationError` if the configuration does not have it.
+    Raise :class:`GenerationError` if the configuration does not name this token.
     """
     if not has_encoder(model):
         return None
@@ -201,9 +200,10 @@ def prepare_forward(model: nn.Module, inputs: Any, precision: str | None, groupe
     """Return ``model`` prepared to be planned for ``inputs``, the inputs of a step of generation. It must be called
     inside the context of :func:`generating`, where the forward of ``model`` reads and writes key/value caches.
 
-    ``precision``: the number format to compute in, such as ``bf16``; ``None``: the model's own type. ``grouped``: if
-    several heads of queries read one head of keys, attention reads the caches as they are, instead of a copy with a
-    head for each head of queries. The CPU's kernels can do so.
+    ``precision``: the number format to compute in, such as ``bf16``; ``None``: the model's own type. ``grouped``:
+    whether the attention kernels can read the caches as they are if several query heads read one key head
+    (grouped-query attention), as on CPUs. Otherwise attention reads a copy of the caches with one key head per query
+    head.
     """
     prepared = prepare(model, inputs, objective="infer", precision=precision)
     if grouped:
@@ -216,8 +216,8 @@ def prepare_forward(model: nn.Module, inputs: Any, precision: str | None, groupe
 
 @contextmanager
 def generating(model: nn.Module, path: str = "", hidden: int = 0) -> Iterator[None]:
-    """Return a context in which ``model`` has another forward: it takes new tokens and the caches, writes to the
-    caches, and returns the logits of the last position, ``[batch, vocabulary]``.
+    """Return a context manager within which ``model`` has another forward: it takes new tokens and the caches, writes
+    to the caches, and returns the logits of the last position, ``[batch, vocabulary]``.
 
     ``path``: the submodule that reads the tokens; empty: the model itself. ``hidden``: size of its encoder's results, 0
     without an encoder. The class of the model is replaced by a subclass, so that copies of the model have this forward,
@@ -246,9 +246,10 @@ def generating(model: nn.Module, path: str = "", hidden: int = 0) -> Iterator[No
         """Run the model on the new tokens ``input_ids`` ``[batch, positions]``, write their keys and values to
         ``caches``, and return the logits of the last token.
 
-        ``attention_mask`` ``[batch, length]``: 1 at the places of the caches that have a token of the sample.
-        ``start``: the place of the first new token, 0-dimensional. ``caches``: cached keys and values of each layer.
-        ``position_ids`` ``[batch, positions]``: positions of the new tokens; ``None`` if the model takes none.
+        ``attention_mask`` ``[batch, length]``: 1 at the positions of the caches that hold a token of the sample.
+        ``start``: position in the caches of the first new token, 0-dimensional. ``caches``: cached keys and values of
+        each layer. ``position_ids`` ``[batch, positions]``: positions of the new tokens; ``None`` if the model takes
+        none.
         """
         cache = _make_cache(caches, start, caches[0][0].shape[2], {})
         read = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
@@ -265,9 +266,9 @@ def generating(model: nn.Module, path: str = "", hidden: int = 0) -> Iterator[No
     ) -> Tensor:
         """Return the logits of the last of the new tokens ``decoder_input_ids`` ``[batch, positions]``.
 
-        ``input_ids`` ``[batch, prompt]``: the tokens of the encoder; ``None``: ``cross_caches`` have the keys and
-        values of its results. ``attention_mask`` ``[batch, prompt]``: 1 at tokens of the sample. ``start``: the place
-        of the first new token in ``caches``, 0-dimensional.
+        ``input_ids`` ``[batch, prompt]``: the tokens of the encoder; ``None``: ``cross_caches`` already have the keys
+        and values of the encoder's results. ``attention_mask`` ``[batch, prompt]``: 1 at tokens of the sample.
+        ``start``: position in ``caches`` of the first new token, 0-dimensional.
         """
         batch, _, length, _ = caches[0][0].shape
         cross = _make_cross_cache(cross_caches, known=input_ids is None)
@@ -311,9 +312,9 @@ def _make_cache(
     """Return a key/value cache that transformers' models accept as ``past_key_values``.
 
     ``caches``: keys and values of each attention layer as ``[batch, heads, length, d]``. ``start``: the position in
-    them from which new keys and values are written. Both ``None``: nothing is stored, and the model attends to the new
-    keys and values only. ``length``: number of positions of ``caches``. ``found``: a dict to which each write of the
-    model adds: index of the layer -> new keys and values.
+    ``caches`` from which new keys and values are written. If both are ``None``, nothing is stored, and the model
+    attends to the new keys and values only. ``length``: number of positions of ``caches``. ``found``: a dict to which
+    each write of the model adds: index of the layer -> new keys and values.
     """
     import_transformers()  # raises an error of this project if transformers is missing
     from transformers.cache_utils import Cache, StaticLayer

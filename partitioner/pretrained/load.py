@@ -57,7 +57,7 @@ _TASKS: dict[str, tuple[tuple[str, Labels], ...]] = {
     "contrastive": (("ZERO_SHOT_IMAGE_CLASSIFICATION", "pairs"),),
     "text": (("SEQUENCE_CLASSIFICATION", "class"), ("TOKEN_CLASSIFICATION", "classes")),
 }
-_HEADS = "text"  # the task of classifiers on models of texts: of no type unless it has no other, or they are named
+_HEADS = "text"  # task of text classifiers; it needs a type without another task, or a configuration that names one
 _SAMPLES = 8  # samples for each device if no number is given
 _MOST_MODULES = 1_000_000
 _MOST_SECONDS = 300.0  # seconds for building a model without memory
@@ -71,8 +71,8 @@ class PretrainedModel:
         model: the model, in training mode, or in evaluation mode if it is for inference; on the meta device, without
             values, unless ``load_pretrained`` was called with ``values=True``.
         inputs: one batch that the model accepts, by argument name.
-        task: what it is trained for: ``causal``, ``seq2seq``, ``masked``, ``image``, ``audio``, ``contrastive`` or
-            ``text``; ``inference`` for a class that is planned without a loss because none of these is its task.
+        task: what the model is trained for: ``causal``, ``seq2seq``, ``masked``, ``image``, ``audio``, ``contrastive``
+            or ``text``; ``inference`` for a class that is planned without a loss because none of these is its task.
         weights: the folder with all of the model's weights as safetensors; ``None`` if there are none, or if the model
             has adapters, whose weights are in no folder.
         longest: the longest sample in tokens, from the number of positions of the model; ``None`` if it has no limit,
@@ -116,7 +116,8 @@ def load_pretrained(
             many as the model has positions.
         batch: samples of the batch.
         task: what the model is trained for, such as ``causal``. ``None``: the task of the class in the configuration's
-            ``architectures``, or else the task that follows from its type, ``is_encoder_decoder`` and ``is_decoder``.
+            ``architectures``, or else the task that follows from the model type and from ``is_encoder_decoder`` and
+            ``is_decoder``.
         lora: train low-rank adapters only, as ``"r=16,alpha=32,targets=q_proj+v_proj"``; ``None``: train all weights.
         objective: ``train``: the batch has labels; ``infer``: it has none, and the model is in evaluation mode.
         values: give the model real weights, from the safetensors files beside ``config.json`` if there are any, else
@@ -193,8 +194,8 @@ def _check_layer_drop(found: Configuration, name: str) -> None:
 
 def _note_bypassed(bypassed: Sequence[str], lora: Lora | None) -> str:
     """Return a sentence for the user on the layers that get no adapters because the model reads their weights without
-    calling them. ``bypassed``: their paths. Raise :class:`PretrainedError` if ``lora`` names them.
-    """
+    calling them. ``bypassed``: the paths of these layers. Raise :class:`PretrainedError` if ``lora`` names one of them
+    as a target."""
     names = list(dict.fromkeys(path.rpartition(".")[2] for path in bypassed))
     asked = [name for name in names if lora is not None and name in lora.targets]
     if asked:
@@ -255,8 +256,8 @@ class ModelChoice:
     Attributes:
         name: name of the class in transformers.
         labels: kind of its labels, such as ``tokens``.
-        task: what it is trained for, such as ``causal``.
-        why: why it was chosen: a clause for the user.
+        task: what the class is trained for, such as ``causal``.
+        why: why the class was chosen: a clause for the user.
         notes: sentences for the user about a choice that the configuration leaves open.
     """
 
@@ -269,9 +270,9 @@ class ModelChoice:
 
 def _choose_class(found: Configuration, asked: str | None, objective: str = "train") -> ModelChoice:
     """Return the class of the model for the transformers configuration ``found``. ``asked``: the task that the user
-    chose, such as ``causal``. ``None``: the class is the one that the configuration names; if it names none, the class
-    follows from the type of the model. ``objective``: ``infer`` for a model without a loss; such a model may have any
-    class that the configuration names.
+    chose, such as ``causal``. If it is ``None``, the configuration's own class is returned or, if the configuration
+    names no class, the class that follows from the type of the model. ``objective``: ``infer`` for a model without a
+    loss; such a model may have any class that the configuration names.
 
     Raise :class:`PretrainedError` if there is no class for the task, or if no task was chosen and several are possible.
     """
@@ -325,8 +326,8 @@ def _choose_class(found: Configuration, asked: str | None, objective: str = "tra
 def _follow_type(found: Configuration, every: list[tuple[str, Labels, str]]) -> tuple[tuple[str, Labels, str], str]:
     """Choose a model class by the type of the model. Return two values: the class, as one of ``every``, and the reason
     as a clause. ``every``: the possible classes, each as (name, kind of labels, task). ``found``: the model's
-    transformers configuration. Raise :class:`PretrainedError`, with the tasks to choose from, if the type decides for
-    none."""
+    transformers configuration. Raise :class:`PretrainedError`, with the tasks to choose from, if the type does not
+    decide."""
     from transformers.models.auto import modeling_auto
 
     config, kind = found.config, found.config.model_type
@@ -457,8 +458,8 @@ def _build_model(found: Configuration, name: str, device: str = "meta") -> nn.Mo
 
 def _part_for(cls: Any, config: Any) -> Any:
     """Return the ``PreTrainedConfig`` to pass to the model class ``cls`` of transformers. If ``config`` has another
-    type than ``cls`` expects, it may contain a configuration of the expected type, such as that of its text model. This
-    inner configuration is then returned, otherwise ``config`` itself."""
+    type than ``cls`` expects, it may contain a configuration of the expected type, such as the configuration of its
+    text model. This inner configuration is then returned, otherwise ``config`` itself."""
     wanted = getattr(cls, "config_class", None)
     if wanted is None or isinstance(config, wanted):
         return config
@@ -467,9 +468,8 @@ def _part_for(cls: Any, config: Any) -> Any:
 
 @contextlib.contextmanager
 def _limit_building(what: str) -> Iterator[None]:
-    """Return a context in which a model with a very large number of modules raises :class:`PretrainedError` while it is
-    built, so that building does not continue for hours. ``what``: name of the model, for the message.
-    """
+    """Return a context manager within which a model with a very large number of modules raises :class:`PretrainedError`
+    while it is built, so that building does not continue for hours. ``what``: name of the model, for the message."""
     count, end = 0, time.monotonic() + _MOST_SECONDS
 
     def count_module(parent: nn.Module, name: str, module: nn.Module | None) -> None:

@@ -1,8 +1,8 @@
 """Choose a layout of the state that all programs of a plan can have, and plan all of them.
 
-The search decides the layout by the main program, the training step for the largest batch shape. Meshes over which the
-batch of a further program does not divide are left out beforehand. If a further program has no plan in the layout that
-was found, the search is repeated: first with the sharding of the main program and of that further program decided
+The search decides the layout by the main program, the training step for the largest batch shape. The search leaves out
+meshes whose ranks cannot divide the batch of a further program evenly. If a further program has no plan in the layout
+that was found, the search is repeated: first with the sharding of the main program and of that further program decided
 together, then without the candidates in whose layout there was no plan.
 """
 
@@ -47,7 +47,7 @@ _NOTE = (
 class FurtherSizes(NamedTuple):
     """Batch sizes of a plan's further programs, such as evaluations. ``samples``: their numbers of samples.
     ``positions``: their numbers of positions (such as tokens of a sample). Each tuple is in ascending order without
-    duplicates. A search for a plan leaves out meshes over whose ranks such a batch cannot be divided evenly."""
+    duplicates. A search for a plan leaves out meshes whose ranks cannot divide such a batch evenly."""
 
     samples: tuple[int, ...] = ()
     positions: tuple[int, ...] = ()
@@ -78,9 +78,8 @@ def list_further_sizes(
 
 
 def _count_positions(model: Any, inputs: Any) -> int:
-    """Return the number of positions of a sample in ``inputs``, arguments of ``model``: the greatest size of the second
-    dim of an input with two or three dims; 0 if there is none.
-    """
+    """Return the number of positions of a sample in ``inputs``, the arguments of ``model``: the largest size of dim 1
+    of all inputs with two or three dims; 0 if there is no such input."""
     leaves = (leaf for part in split_inputs(model, inputs) for _, leaf in leaf_paths(part) if isinstance(leaf, Tensor))
     return max((int(leaf.shape[1]) for leaf in leaves if 1 < leaf.dim() < 4), default=0)
 

@@ -1,5 +1,5 @@
 """Plan the main program (the training step for the largest batch shape) and the further programs of a plan, such as an
-evaluation, and combine them to one plan.
+evaluation, and combine the programs into one plan.
 
 The main program decides the layout of the state (parameters, buffers and optimizer states). :class:`PinnedLayout` makes
 the solver keep this layout for a further program. ``ProgramSpec.layout_of`` makes the emitter keep the ZeRO pieces and
@@ -63,7 +63,7 @@ Purpose = Literal["evaluate", "step", "prefill", "decode"]
 NO_LAYOUTS: Mapping[str, Layout] = MappingProxyType({})
 GENERATES: tuple[Purpose, ...] = ("prefill", "decode")
 _SIZES = 3  # microbatch sizes that are compared for a further program
-_RAREST = 1e-3  # least frequency of a program that counts, relative to another one
+_RAREST = 1e-3  # least frequency of a batch shape, relative to the largest one
 _COMPARED = 3  # shapes by which layouts are compared, besides the largest
 _LAYOUTS = 4  # layouts that are compared by their expected time
 _GAIN = 0.01  # fraction of the expected time that another layout has to save
@@ -116,11 +116,9 @@ class FirstProgram:
         return self._evaluators[shape]
 
     def with_layout(self, found: PlannedProgram) -> FirstProgram:
-        """Return a copy of this object whose training program is that of the plan ``found``. ``found`` is slower for
-        the largest batch shape, but faster on average over all shapes. The certificate of the copy has the same table
-        of candidates, with ``found`` marked as chosen; the attribute ``note`` of the copy has a sentence that explains
-        the choice.
-        """
+        """Return a copy of this object whose training program is ``found``. ``found`` is slower for the largest batch
+        shape, but faster on average over all shapes. The certificate of the copy has the same table of candidates, with
+        ``found`` marked as chosen; the attribute ``note`` of the copy has a sentence that explains the choice."""
         row = next(c for c in found.certificate.candidates if c.status == "chosen")
         before = self.found.certificate
         rows = [
@@ -147,7 +145,7 @@ class FirstProgram:
     def plan_evaluation(self, name: str, asked: Evaluate) -> FurtherProgram:
         """Return the program called ``name`` that runs the model's forward in evaluation mode. Its parameters have the
         same layout over the ranks as in the training program. ``asked``: the user's request, with inputs and a loss
-        function; where they are ``None``, those of training are used.
+        function; where one of these is ``None``, the evaluation uses the one of training.
 
         Raise :class:`PlanError` if no such program exists in the layout of the training program, and
         :class:`InputsError` if the model is an exported program, which has a single mode.
@@ -250,11 +248,11 @@ class FirstProgram:
 
         ``name``: the program's name. ``job``: the planning problem, with the model and its inputs. ``purpose``:
         ``"step"`` for a training step; otherwise it runs forward alone. ``padding``: how smaller batches are padded to
-        the program's batch shape; ``None`` if they are not padded. ``inputs``: name of an input -> its layout over
+        the program's batch shape; ``None`` if batches are not padded. ``inputs``: name of an input -> its layout over
         ``tp``, for inputs that are sharded; others are replicated.
 
-        Raise :class:`NoFurtherPlanError` if no such program exists, and :class:`CapacityError` if none fits beside the
-        states of training.
+        Raise :class:`NoFurtherPlanError` if no such program exists, and :class:`CapacityError` if no such program fits
+        in memory together with the states of training.
         """
         chosen, first = self.found.chosen, self.found.program
         assert first is not None
@@ -301,9 +299,9 @@ class FirstProgram:
         )
 
     def _weigh(self, padding: BatchPadding | None) -> float:
-        """Return how often a step with the batch shape of ``padding`` occurs for each step with the largest shape, as a
-        number between 0.001 and 1000; 1 for programs that are no training step, for which ``padding`` is ``None``.
-        """
+        """Return the frequency of batches of the shape in ``padding`` divided by the frequency of the largest batch
+        shape, limited to 0.001 to 1000. Return 1 if ``padding`` is ``None``, because the program is not a training
+        step."""
         if padding is None or self.family is None:
             return 1.0
         largest = self.family.weight_of(self.family.shapes[0])
@@ -386,10 +384,9 @@ def choose_expected_layout(
 def _expect_step_time(first: FirstProgram, row: Candidate, least: float = math.inf) -> float:
     """Return the mean step time in seconds over the batch shapes of ``first``, weighted by their frequency, if the plan
     has the layout ``row``: a candidate (mesh, schedule, ZeRO stage) that the search solved for the largest shape. At
-    most three of the other shapes are solved, as representatives of all others. Infinite if the candidate has no plan
-    for one of them. ``least``: the computation stops as soon as the sum reaches this number of seconds; the result is
-    then at least ``least`` and not the mean.
-    """
+    most three of the other shapes are solved, as representatives of all others. The result is infinite if the candidate
+    has no plan for one of these shapes. ``least``: the computation stops as soon as the sum reaches this number of
+    seconds; the result is then at least ``least`` and not the mean."""
     family, candidate = first.family, _candidate_of(row)
     assert family is not None
     total = family.weight_of(family.shapes[0]) * (row.step_time or 0.0)
@@ -435,7 +432,8 @@ def _pin_candidate(constraints: Constraints, row: Candidate) -> Constraints:
 
 @contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Return a context in which ``model`` is in evaluation mode. At its end each module gets back its previous mode."""
+    """Return a context manager within which ``model`` is in evaluation mode. At its end each module gets back its
+    previous mode."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -446,10 +444,9 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _find_padding(prepared: PreparedModel, job: Job) -> BatchPadding | None:
-    """Return how batches with fewer samples or positions are padded to the batch shape of the evaluation ``job``, a
-    planning problem. ``prepared``: the model with the example inputs of the evaluation. ``None`` if it has no example
-    inputs, from which the padding is determined.
-    """
+    """Return an object that says how smaller batches are padded to the batch shape of ``job``, the planning problem of
+    an evaluation. ``prepared``: the model with the example inputs of the evaluation. If it has no example inputs,
+    return ``None``, because the padding is determined from them."""
     if prepared.inputs is None:
         return None
     family = ShapeFamily.of(prepared, Shapes(), job.global_batch, job.topology)

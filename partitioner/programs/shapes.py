@@ -1,4 +1,4 @@
-"""The shapes of a plan's batches: inputs of each shape, and how smaller batches are padded to it."""
+"""The shapes of a plan's batches: the inputs of each shape, and the padding of smaller batches."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ class ShapeFamily:
     def of(sample: PreparedModel, asked: Shapes, global_batch: int | None, topology: Topology) -> ShapeFamily:
         """Return the family of all combinations of the numbers of samples and of positions (such as tokens of a sample)
         that the user requested by ``asked``. ``sample``: the model with the user's inputs. ``global_batch``: the number
-        of samples if ``asked`` has none; ``None``: that of the inputs. If ``asked`` has no numbers of positions, that
-        of the inputs is used. ``topology``: the cluster.
+        of samples if ``asked`` has none; ``None``: the number of samples in the inputs. If ``asked`` has no numbers of
+        positions, the number in the inputs is used. ``topology``: the cluster.
 
         Raise :class:`ShapeError` if the inputs cannot have these shapes.
         """
@@ -183,9 +183,9 @@ class ShapeFamily:
         """Return the model as calls of blocks (such as layers) for ``shape`` (samples, positions), without capturing it
         for this shape. A shape whose number of positions (or else of samples) lies between the largest and the smallest
         is derived from the models for these two numbers. If that is impossible, it is derived from the models for the
-        second largest and the smallest number. The reason can be a table, such as one of positions, which the largest
-        batch reads whole and all others in part. For other shapes the model that a forked process has captured is
-        returned. ``None`` if neither is possible; the caller then captures the model."""
+        second largest and the smallest number. (It is impossible, for example, if the largest batch reads all of a
+        table of positions, and smaller batches read a part.) For other shapes the model that a forked process has
+        captured is returned. ``None`` if neither is possible; the caller then captures the model."""
         ends = self._list_surrounding_shapes(shape)
         if not ends:
             return self._read_folded(shape)
@@ -200,12 +200,11 @@ class ShapeFamily:
 
     @contextmanager
     def look_ahead(self) -> Iterator[None]:
-        """Return a context in which a forked process works ahead. It captures the model for the shapes with the
-        smallest numbers of samples or positions, and finds how batches are padded. Other methods use its results when
-        they first need them. If the machine has no second processor, or there is a single shape, no process is started.
-        If the process fails, the results are computed here. The model must have been captured for the largest shape
-        before.
-        """
+        """Return a context manager within which a forked process works ahead. It captures the model for the shapes with
+        the smallest numbers of samples or positions, and finds how batches are padded. Other methods use its results
+        when they first need them. If the machine has no second processor, or there is a single shape, no process is
+        started. If the process fails, the results are computed here. The model must have been captured for the largest
+        shape before."""
         if len(self.shapes) < 2 or not can_help():
             yield
             return
@@ -255,8 +254,7 @@ class ShapeFamily:
 
     def _read_ahead(self) -> _FoundAhead | None:
         """Wait for the forked process that captures the model for other batch shapes, and return its results. Later
-        calls return them again. ``None`` if no such process was started.
-        """
+        calls return the same results. ``None`` if no such process was started."""
         if self._ahead:
             self._found.append(self._ahead.pop().result())
         return self._found[0] if self._found else None
@@ -297,9 +295,8 @@ class ShapeFamily:
         return replace(self.prepared_at(shape), given=None).normalize_capture(None, torch_device(self.topology))
 
     def padding_at(self, shape: Shape) -> BatchPadding:
-        """Return how a batch that is smaller than ``shape`` (samples, positions) is padded to it: the dims and fill
-        values of each input, and the dims in which outputs are cut afterwards.
-        """
+        """Return an object that says how a batch that is smaller than ``shape`` (samples, positions) is padded to
+        ``shape``: the dims and fill values of each input, and the dims in which outputs are cut afterwards."""
         fewer, shorter, targets = self._axes
         inputs = {}
         for path in {**self.batch_dims, **self.length_dims, **self.target_dims}:
@@ -333,15 +330,14 @@ class ShapeFamily:
 
     @cached_property
     def _axes(self) -> tuple[AxisPadding, AxisPadding, AxisPadding]:
-        """Return how batches are padded to more samples, to more positions, and to longer targets, as a tuple."""
+        """Return three objects that say how batches are padded: to more samples, to more positions, and to longer
+        targets."""
         ahead = self._read_ahead()
         return self._find_axes() if ahead is None else ahead.axes
 
     def _find_axes(self) -> tuple[AxisPadding, AxisPadding, AxisPadding]:
-        """Return how batches are padded in three directions, as a tuple: to more samples, to more positions, and to
-        longer targets. If padding in a direction is impossible, the attribute ``fault`` of its element is a text that
-        says why.
-        """
+        """Return three objects that say how batches are padded: to more samples, to more positions, and to longer
+        targets. If one of these is impossible, the attribute ``fault`` of its object is a text that says why."""
         batch, length = self.shapes[0]
         whole = self._normal_at((batch, length))
         fewer = shorter = AxisPadding(fault="the plan's batches have one sample")
@@ -359,7 +355,8 @@ class ShapeFamily:
         return fewer, shorter, self._find_target_axis(whole)
 
     def _find_target_axis(self, whole: Captured) -> AxisPadding:
-        """Return how batches are padded to longer targets. ``whole``: the model's graph for the largest shape."""
+        """Return an object that says how batches are padded to longer targets. ``whole``: the model's graph for the
+        largest shape."""
         if not self.targets:
             return AxisPadding(fault="the inputs have no targets of another length")
         sizes = {int(n) for _, leaf in _list_leaves(self.sample.model, self.sample.inputs) for n in leaf.shape}
@@ -377,8 +374,8 @@ class ShapeFamily:
 
     def _find_own_size(self, size: int, length: int) -> int:
         """Return a number of positions near ``size`` and below ``length``, for a batch from which padding is derived.
-        It differs from the sizes of all dims of the inputs that are neither samples nor positions. If two sizes were
-        equal by chance, the graph would have fewer operators, because equal tables are computed once. ``size``: the
+        It differs from the sizes of all dims of the inputs that are neither samples nor positions. (If two sizes were
+        equal by chance, the graph would have fewer operators, because equal tables are computed once.) ``size``: the
         preferred number. ``length``: the largest number of positions of the plan's batch shapes."""
         leaves = _list_leaves(self.sample.model, self.sample.inputs)
         fixed = {
@@ -391,10 +388,9 @@ class ShapeFamily:
 
 
 def look_ahead(family: ShapeFamily | None) -> AbstractContextManager[None]:
-    """Return a context in which a forked process captures the model for further batch shapes of ``family`` (all batch
-    shapes of a plan) ahead of time. The context does nothing if ``family`` is ``None``, because the plan then has a
-    single shape.
-    """
+    """Return a context manager within which a forked process captures the model for further batch shapes of ``family``
+    (all batch shapes of a plan) ahead of time. The context does nothing if ``family`` is ``None``, because the plan
+    then has a single shape."""
     return nullcontext() if family is None else family.look_ahead()
 
 

@@ -82,7 +82,8 @@ def build_table(
     ``caption``: the title, which is hidden if ``captioned`` is false. ``columns``: (title, whether it holds numbers) of
     each column. ``rows``: one cell per column; a cell is a text, an element, ``None``, or a pair (key to sort by,
     content). ``sortable``: whether a click on a column's title sorts the rows. ``name``: the ``id`` attribute of the
-    table. ``marks``: the ``class`` attribute of each row, ``None`` for no class; it may be shorter than ``rows``.
+    table. ``marks``: the ``class`` attribute of each row, ``None`` for no class; the sequence may be shorter than
+    ``rows``.
     """
     head = build_element("tr")
     for title, numeric in columns:
@@ -153,9 +154,8 @@ def read_cell(cell: Any) -> str:
 
 def _convert_table(table: Table, caption: str) -> ET.Element:
     """Return ``table``, a table of the library rich, as an HTML table with a hidden ``caption``. Right-aligned columns
-    are those of numbers. A row in bold is the chosen one. A table whose columns have no titles becomes a list of names
-    and values.
-    """
+    become columns of numbers. A row in bold is marked as the chosen row. A table whose columns have no titles becomes a
+    list of names and values."""
     columns = [(read_cell(column.header), column.justify == "right") for column in table.columns]
     rows = [[read_cell(cell) for cell in row] for row in zip(*(column.cells for column in table.columns), strict=True)]
     if any(title for title, _ in columns):

@@ -42,9 +42,9 @@ class OperatorCost:
     ``device``: the device type of these ranks, with its speed factor if that is not 1. ``stages``: the indices of the
     stages as text, such as ``0–3, 5``. ``block``: name of the block (such as a decoder layer) that contains the
     operator. ``operator``: the module path and the name of the operator. ``calls``: how often the stages call the
-    block. ``seconds``: a list of two numbers, for forward and for backward, summed over all these calls.
-    ``num_bytes``: bytes read and written by forward and backward of a single call. ``flops``: their floating-point
-    operations.
+    block. ``seconds``: a list of two numbers, for forward and for backward, summed over all these calls. ``num_bytes``:
+    bytes read and written by forward and backward of a single call. ``flops``: floating-point operations of forward and
+    backward of a single call.
     """
 
     device: str

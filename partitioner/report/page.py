@@ -1,6 +1,6 @@
 """The report of a plan: one HTML file with its own styles and script, which loads nothing.
 
-The page has a bounded size: pictures, tables and texts are cut at limits, and the page lists what was left out.
+The page has a bounded size: pictures, tables and texts have limits, and the page lists what was left out.
 """
 
 from __future__ import annotations

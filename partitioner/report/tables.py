@@ -19,7 +19,10 @@ from partitioner.units import bytes_text, format_percent, seconds_text
 MOST_CANDIDATES = 400  # rows of the tables of candidates
 _BEST_CANDIDATES = 12  # rows that are shown at first; a few more are shown, too, rather than folded
 _FEWEST_FOLDED = 5
-CANDIDATE_TABLES = ("candidate-table", "more-candidates-table")  # those of the best, and of all others
+CANDIDATE_TABLES = (
+    "candidate-table",
+    "more-candidates-table",
+)  # ids of the tables of the best candidates, and of all others
 MOST_ANSWERS = 48  # questions of the why-not table
 _MOST_VALUES = 6  # values of one constraint
 _MOST_REASON = 240  # characters of a reason in a row

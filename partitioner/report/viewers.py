@@ -1,7 +1,7 @@
 """A plan as files of other viewers: the simulated step for Perfetto, the graphs for Model Explorer.
 
-Both are under 5 MB. Pipelines that differ only in their data-parallel rank are shown once: a process of the trace is a
-pipeline stage, whose name says how many ranks it stands for.
+Both files are under 5 MB. Pipelines that differ only in their data-parallel rank are shown once: a process of the trace
+is a pipeline stage, and its name says how many ranks it stands for.
 
 Sources of the formats: "Trace Event Format", Google, 2016; ``graph_builder.py`` of Model Explorer (its JSON is a
 collection of graphs, whose nodes name their layer as a path in ``namespace``).

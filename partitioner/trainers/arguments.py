@@ -1,8 +1,8 @@
 """Which options of transformers' ``TrainingArguments`` and ``Trainer`` a plan honours, and which it refuses.
 
-Every field is in exactly one of three tables: :data:`HONOURED` (it does what it does in ``Trainer``),
-:data:`IRRELEVANT` (it changes nothing that a plan computes; the reason is given), and :data:`REFUSED` (any other value
-than those listed raises :class:`TrainerError`). A field in none of them is from a version of transformers that this
+Every field is in exactly one of three tables: :data:`HONOURED` (it has the same effect as in ``Trainer``),
+:data:`IRRELEVANT` (it changes nothing that a plan computes; the reason is given), and :data:`REFUSED` (any value that
+is not listed raises :class:`TrainerError`). A field in none of these tables is from a version of transformers that this
 module does not know; it is refused unless it has its default.
 """
 
@@ -119,10 +119,9 @@ def check_arguments(arguments: Any) -> None:
 
 
 def check_constructor(options: dict[str, Any]) -> None:
-    """Raise :class:`TrainerError` if ``options``, arguments of ``transformers.Trainer`` by name, has one that is
-    impossible if a plan divides the model over ranks: an optimizer that already exists (``optimizers``), ``model_init``
-    or ``compute_loss_func``.
-    """
+    """Raise :class:`TrainerError` if ``options``, arguments of ``transformers.Trainer`` by name, has an argument that
+    is impossible if a plan divides the model over ranks: an optimizer that already exists (``optimizers``),
+    ``model_init`` or ``compute_loss_func``."""
     if any(each is not None for each in options.get("optimizers") or ()):
         raise TrainerError(
             "optimizers=(optimizer, schedule) contains an optimizer of whole parameters, but each rank has only "

@@ -55,7 +55,7 @@ class StepModel(nn.Module):
     It has the parameters, buffers and submodules of ``module``, under the same names. Its forward takes ``batch`` and
     returns a dict: ``loss``, a scalar; ``logged``, a dict name -> scalar of the values that the step logs;
     ``returned``, a dict name -> scalar of the other values that the step returns. ``records``: an object in which each
-    forward stores data that are no tensors: the further arguments of ``self.log``, and the names of returned values.
+    forward stores data other than tensors: the further arguments of ``self.log``, and the names of returned values.
     """
 
     def __init__(self, module: nn.Module, records: StepRecords) -> None:
@@ -68,9 +68,8 @@ class StepModel(nn.Module):
     def forward(self, batch: Any) -> dict[str, Any]:
         """Run ``training_step`` (in training mode) or ``validation_step`` of the LightningModule on ``batch``. Return a
         dict with the scalar ``loss``, the scalars that the step logs (``logged``), and the other scalars that it
-        returns (``returned``); ``loss`` and ``returned`` are left out if there are none. Raise
-        :class:`TrainerError` if the step changes attributes or returns something that is no scalar, or if
-        ``training_step`` returns no loss.
+        returns (``returned``); ``loss`` and ``returned`` are left out if there are none. Raise :class:`TrainerError` if
+        the step changes attributes or returns something that is not a scalar, or if ``training_step`` returns no loss.
         """
         view, records = self._view[0], self._records
         name = TRAINING if self.training else VALIDATION
@@ -133,9 +132,9 @@ def _make_view(module: nn.Module) -> nn.Module:
 
 
 def _snapshot(view: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return, by name, the identity and the size of each attribute of ``view``, an object that stands for a
-    LightningModule. The size is 0 for attributes without a length. A later result that differs shows that the step has
-    changed an attribute."""
+    """Return the identity and the size of each attribute of ``view`` as a dict: name -> (``id()``, length). ``view``:
+    an object that stands for a LightningModule. The size is 0 for attributes without a length. A later result that
+    differs shows that the step has changed an attribute."""
     own = {k: v for k, v in vars(view).items() if k not in ("_logged", "_record")}
     return {name: (id(value), len(value) if isinstance(value, Sized) else 0) for name, value in own.items()}
 
@@ -186,8 +185,8 @@ def _record_log_dict(self: Any, dictionary: Mapping[str, Any], *given: Any, **op
 def _read_scalar(value: Any, what: str) -> Any:
     """Return ``value``, a number or a tensor with one element, as a number or a 0-dimensional tensor.
 
-    ``what``: names the value at the start of the error message. Raise :class:`TrainerError` for other values, such as
-    metric objects, which keep a state between batches.
+    ``what``: name of the value, for the start of the error message. Raise :class:`TrainerError` for other values, such
+    as metric objects, which keep a state between batches.
     """
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.reshape(())

@@ -81,10 +81,9 @@ _REFUSED_CALLBACKS = (
 
 
 class EngineSteps:
-    """Methods that replace those of a Lightning precision plugin if a plan divides the model over ranks: the engine has
-    computed the gradients already, and it clips them. :func:`_adapt_precision` mixes this class into the class of the
-    plugin. ``engine``: the engine of this rank, which runs its part of the model.
-    """
+    """Methods that replace methods of a Lightning precision plugin if a plan divides the model over ranks: the engine
+    has computed the gradients already, and the engine clips them. :func:`_adapt_precision` mixes this class into the
+    class of the plugin. ``engine``: the engine of this rank, which runs its part of the model."""
 
     engine: Engine
 
@@ -127,15 +126,15 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
 
     Args:
         topology: the cluster; ``None``: the ranks of this launch, on this machine or on several equal nodes with GPUs.
-        constraints: the choices that the plan must have, such as ``Constraints(tp=2)``; the planner makes all others.
-            ``None``: it makes all.
+        constraints: the choices that the plan must have, such as ``Constraints(tp=2)``; the planner makes all other
+            choices. ``None``: the planner makes all choices.
         shapes: the shapes of batches, if they differ; a batch is padded to the next larger shape. ``None``: all batches
             have the shape of the first.
         precision: ``bf16``, ``fp16``, ``fp32``, ``fp64``, ``tf32`` or ``fp8``; ``None``: the precision of
             ``L.Trainer(precision=...)``, for which ``32-true``, ``64-true`` and ``bf16-mixed`` (bfloat16 parameters
             with float32 copies) are accepted.
         compile: whether to compile the operators between collectives with Inductor, or the name of another backend of
-            ``torch.compile``; ``None``: as the plan says, by default on GPUs.
+            ``torch.compile``; ``None``: what the plan says, which is to compile on GPUs by default.
         options: arguments of ``DDPStrategy``: ``process_group_backend``, ``timeout``, ``start_method``,
             ``cluster_environment``.
 
@@ -224,9 +223,9 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
         self.setup_optimizers(trainer)
 
     def _find_precision(self) -> str | None:
-        """Return the precision to plan for: the one that this strategy was given, or else that of the precision plugin
-        of the trainer. ``None``: the types of the parameters. Raise :class:`TrainerError` if a plan cannot have the
-        precision that the user chose."""
+        """Return the precision to plan for: the argument ``precision`` of this strategy, or else the precision of the
+        trainer's precision plugin. ``None``: the types of the parameters. Raise :class:`TrainerError` if a plan cannot
+        have the precision that the user chose."""
         plugin = self.precision_plugin
         kind = str(plugin.precision)
         if type(plugin) in (Precision, DoublePrecision):
@@ -356,8 +355,7 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
     def training_step(self, batch: Any, *given: Any) -> dict[str, Any]:
         """Run forward and backward of one global batch on all ranks. Log what ``training_step`` of the module logs, and
         return what it returns as a dict, with the loss of the global batch. ``batch``: the samples of the global batch
-        or, if the data loader reads only this rank's samples, those. ``given``: not used.
-        """
+        or, if the data loader reads only this rank's samples, these samples. ``given``: not used."""
         trainer = self.lightning_module.trainer
         count = trainer.accumulate_grad_batches
         [loader] = trainer.fit_loop._combined_loader.flattened[:1]
@@ -543,7 +541,7 @@ class EqualLoader:
     the plan.
 
     If it is certain which samples of a training batch this rank computes, the data loader reads only these samples.
-    ``reads_own``: whether it does so in the iteration that was started last.
+    ``reads_own``: whether the iteration that was started last reads only these samples.
     """
 
     def __init__(self, loader: Any, strategy: PartitionedStrategy) -> None:

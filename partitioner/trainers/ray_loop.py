@@ -64,15 +64,15 @@ class PartitionedLoop:
         schedule: takes the optimizer and returns its learning-rate schedule; ``None``: the rate is constant.
         collate: takes a list of samples and returns a batch; torch's ``default_collate`` by default.
         accumulate: number of global batches in an optimizer step; their gradients are averaged.
-        max_norm: gradients are scaled so that their norm over the whole model is at most this; ``None``: they are not
-            clipped.
+        max_norm: largest norm of the gradients over the whole model, to which larger gradients are scaled; ``None``:
+            they are not clipped.
         seed: of the order of samples and of the model's random operators.
         save_every: optimizer steps between checkpoints. report_every: optimizer steps between reports of metrics to
             Ray, at which all workers wait for each other.
         patience_s: seconds without progress after which a worker is ended as hanging; Ray then restarts all workers.
 
     A call raises :class:`TrainerError` on all workers before training if the plan is for another number of workers or
-    places them on other nodes.
+    places workers on other nodes than Ray.
     """
 
     model: Callable[[], nn.Module]
@@ -148,10 +148,10 @@ class PartitionedLoop:
         _report_end(found, folder if rank == 0 else None)
 
     def _get_plan(self, rank: int, world_size: int, has_gpus: bool) -> Plan:
-        """Return the plan in the file that the field ``plan`` names. If this is ``None``, the first worker searches for
-        a plan, writes it to ``plan.json``, and sends it to the others; all workers must then call this. ``rank``:
-        number of this worker. ``world_size``: number of workers. ``has_gpus``: whether workers compute on GPUs.
-        """
+        """Return the plan in the file that the field ``plan`` names. If the field is ``None``, the first worker
+        searches for a plan, writes it to ``plan.json``, and sends it to the others; all workers must then call this.
+        ``rank``: number of this worker. ``world_size``: number of workers. ``has_gpus``: whether workers compute on
+        GPUs."""
         if self.plan is not None:
             return Plan.load(self.plan)
         plan: Plan = share_plan(lambda: self._search_plan(world_size, has_gpus), rank, dist.get_world_size())[0]

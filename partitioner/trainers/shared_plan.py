@@ -46,9 +46,8 @@ def share_plan(search: Callable[[], Plan], rank: int, world_size: int, extra: Ca
 
 @contextmanager
 def keep_generators() -> Iterator[None]:
-    """Return a context at whose end the random generators of Python, NumPy and torch get back the states that they had
-    at its start.
-    """
+    """Return a context manager at whose end the random generators of Python, NumPy and torch get back the states that
+    they had at its start."""
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     before = collect_random_state(device)
     try:

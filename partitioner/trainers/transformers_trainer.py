@@ -39,7 +39,7 @@ EVALUATION = "eval"  # name of the plan's program that evaluates
 ITEMS = "num_items_in_batch"  # input of models that divide the sum of their loss by it
 STATE = "engine"  # folder of the engine's state in a checkpoint
 
-# Methods of ``Trainer`` that are replaced here. Its loop has to call them: else it would do the same without the plan.
+# Methods of ``Trainer`` that are replaced here. If its loop did not call them, it would train without the plan.
 _REPLACED = """
     _get_dataloader _clip_grad_norm _get_grad_norm _get_num_items_in_batch _track_num_input_tokens _wrap_model
     _move_model_to_device _save_optimizer_and_scheduler _save_rng_state _load_from_checkpoint
@@ -59,10 +59,10 @@ class PartitionedTrainer(Trainer):
 
     Args:
         topology: the cluster; ``None``: the ranks of this launch, on this machine or on several equal nodes with GPUs.
-        constraints: the choices that the plan must have, such as ``Constraints(tp=2)``; the planner makes all others.
-            ``None``: it makes all.
+        constraints: the choices that the plan must have, such as ``Constraints(tp=2)``; the planner makes all other
+            choices. ``None``: the planner makes all choices.
         shapes: the lengths of batches to plan for. ``None``: the data sets are read once to find their longest sample,
-            whose length is the largest. A batch is padded to the next larger length.
+            whose length is the largest length. A batch is padded to the next larger length.
         options: further arguments of ``Trainer``.
 
     Attributes: ``plan``, the plan, and ``engine``, this rank's :class:`partitioner.Engine`; both are made when they are
@@ -433,9 +433,8 @@ class PartitionedTrainer(Trainer):
 
     def _repeat_loss(self, data: Any) -> Any:
         """Return what the evaluation loop of ``Trainer`` would get by gathering ``data`` over ranks. The first call
-        after a batch is for its loss, which is returned once for each sample of the batch. Later calls are for
-        predictions and labels; they return ``data`` unchanged, because every rank has them whole.
-        """
+        after a batch is for the loss of the batch; return it once for each sample of the batch. Later calls are for
+        predictions and labels; return ``data`` unchanged, because every rank has all of them."""
         if self._unweighted is None:
             return data
         (loss, samples), self._unweighted = self._unweighted, None
@@ -543,8 +542,8 @@ class EngineModule(nn.Module):
     """The module that the training loop of ``Trainer`` gets in place of the model. It has this rank's parts of the
     parameters, which belong to ``engine``, and cannot be called.
 
-    ``has_gradients``: whether an earlier batch of the same optimizer step has left gradients, to which those of the
-    next batch are added.
+    ``has_gradients``: whether an earlier batch of the same optimizer step has left gradients, to which the gradients of
+    the next batch are added.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -164,6 +164,19 @@ def test_every_folder_says_what_it_is_for():
     assert [str(folder) for folder in FOLDERS if not (ROOT / folder / "README.md").is_file()] == []
 
 
+@pytest.mark.parametrize("folder", FOLDERS, ids=str)
+def test_readmes_name_every_module_and_no_other(folder: Path):
+    """A README may name a file of another folder by its path from the root, or from a folder that contains both."""
+    text = (ROOT / folder / "README.md").read_text()
+    modules = {path.name for path in MODULES if path.parent == folder} - {"__init__.py", "__main__.py"}
+    parts = {path.relative_to(folder).parts[0] + "/" for path in FOLDERS if folder in path.parents}
+    assert {name for name in modules if f"\n- `{name}`: " not in text} == set(), "modules that the README does not list"
+    assert {name for name in parts if name not in text} == set(), "folders that the README does not list"
+    named = set(re.findall(r"(?<![\w/])[a-z_][\w/]*\.py\b", text))
+    places = [ROOT / place for place in (folder, *folder.parents)]
+    assert {name for name in named if not any((place / name).is_file() for place in places)} == set()
+
+
 @pytest.mark.filterwarnings("default")
 def test_long_modules_are_seen():
     for path in MODULES:

@@ -55,9 +55,8 @@ class BlockCallTime:
     ``launches``: seconds of kernel launches. ``batch``: seconds that grow with the batch. ``weights``: seconds of
     reading and writing weights. ``flops``: FLOPs of matrix products. ``issued``: seconds in which the host launches the
     operators; the call takes at least as long. ``spared``: seconds of copies and sums, as a pair (kernel launches, part
-    that grows with the batch). They are counted separately because a sharded graph, or a graph for a single sample, may
-    have none of them.
-    """
+    that grows with the batch). These are separate because a sharded graph, or a graph for a single sample, may have no
+    copies and sums."""
 
     launches: float = 0.0
     batch: float = 0.0
@@ -68,13 +67,12 @@ class BlockCallTime:
 
     def at(self, share: Number, tp: Number, several: Number, ep: Number) -> Number:
         """Return a lower bound in seconds on one call of a block (such as a layer) on one rank, for the fraction
-        ``share`` of the batch and with the work divided over ``tp`` ranks. Copies and sums that a sharded graph, or a
-        graph for one sample, may not need count only if ``several`` is 1 and ``tp`` is 1. All weights are counted as if
-        they were divided over ``ep`` ranks as well as over ``tp``, because some may belong to experts.
+        ``share`` of the batch and with the work divided over ``tp`` ranks. All weights are counted as if they were
+        divided over ``ep`` ranks as well as over ``tp``, because some may belong to experts. The seconds ``spared`` of
+        copies and sums are included only if ``several`` is 1 and ``tp`` is 1, because other graphs may not need them.
 
-        ``several``: 1 if the microbatch has more than one sample, else 0. ``ep``: number of ranks that share the
-        experts.
-        """
+        ``several``: 1 if the microbatch has more than one sample, otherwise 0. ``ep``: number of ranks that share the
+        experts."""
         seconds: Number = self.launches + self.batch * share / tp + self.weights / tp / ep
         seconds += (tp == 1) * several * (self.spared[0] + self.spared[1] * share)
         least: Number = np.maximum(seconds, self.issued)
@@ -289,10 +287,10 @@ def _take_bytes(kernels: Sequence[Kernel], num_bytes: float) -> list[Kernel]:
 
 
 def _subtract_least_traffic(kernels: Sequence[Kernel], least: Sequence[Kernel]) -> list[Kernel]:
-    """Return the memory traffic of ``kernels`` that occurs only if repeated elements of tensors are read repeatedly, as
-    kernels without FLOPs and launches. ``least``: for each entry of ``kernels``, the same kernel if a tensor that only
-    repeats the elements of a smaller one is read without repetition. The bytes in the result are the difference of the
-    two."""
+    """Return the part of the memory traffic of ``kernels`` that is avoided if expanded tensors (which repeat the
+    elements of smaller ones) are read without repetition, as one kernel without FLOPs and launches for each of
+    ``kernels``. ``least``: for each of ``kernels``, the same kernel reading expanded tensors without repetition; its
+    bytes are subtracted."""
     pairs = zip(kernels, least, strict=True)
     return [k._replace(num_bytes=k.num_bytes - o.num_bytes, flops=0.0, launches=0) for k, o in pairs]
 
@@ -369,9 +367,7 @@ class DeviceKinds:
 
     @property
     def differ(self) -> bool:
-        """Return whether the topology has several device types, so that lower bounds on seconds differ by device
-        type.
-        """
+        """Return whether the topology has several device types, so that lower bounds on seconds differ by type."""
         return len(self.counts) > 1
 
     def seconds(self, blocks: Mapping[str, BlockWork], candidates: Sequence[MeshCandidate]) -> tuple[Matrix, Matrix]:
@@ -398,29 +394,27 @@ class DeviceKinds:
         return np.stack([self.seconds(paced, candidates) for paced in self.works.paced], axis=1)
 
     def longest_backward(self, candidates: Sequence[MeshCandidate]) -> Vector:
-        """Return the backward seconds of one microbatch through all block calls (such as layers) on the slowest device
-        type, for each of the mesh candidates, shape ``[candidates]``. A backward can hide a gradient reduction for at
-        most this time. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage."""
+        """Return, for each of ``candidates``, the backward seconds of one microbatch through all block calls (such as
+        layers) on the slowest device type, shape ``[candidates]``. A backward can hide a gradient reduction for at most
+        this time. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage."""
         calls = np.array([self.often[name] for name in self.often], dtype=np.float64)
         each = np.stack([calls @ self.seconds(paced, candidates)[1] for paced in self.works.paced])
         longest: Vector = each.max(axis=0)
         return longest
 
     def speeds(self, candidates: Sequence[MeshCandidate]) -> Matrix:
-        """Return an upper bound on the relative speed of each device type for each mesh candidate, shape ``[kinds,
-        candidates]``; the best type has speed 1. A type may be faster in some blocks (such as layers) than in others.
-        The result is its greatest speed over all blocks, forward and backward. ``candidates``: combinations of mesh
-        sizes, microbatch size, schedule and ZeRO stage.
-        """
+        """Return an upper bound on the relative speed of each device type for each of ``candidates``, shape ``[kinds,
+        candidates]``; the best type has speed 1. A type may be faster in some blocks (such as layers) than in others;
+        the result is its greatest speed over all blocks, forward and backward. ``candidates``: combinations of mesh
+        sizes, microbatch size, schedule and ZeRO stage."""
         best = np.maximum(np.concatenate(self.seconds(self.works.best, candidates)), _TINY_S)
         own = [np.maximum(np.concatenate(self.seconds(paced, candidates)), _TINY_S) for paced in self.works.paced]
         return np.stack([(best / seconds).max(axis=0) for seconds in own])
 
     def fastest(self, candidates: Sequence[MeshCandidate]) -> Vector:
-        """Return the greatest speed that any device type of the topology has, relative to the device for which the work
-        was computed (speed 1), for each of the mesh candidates, shape ``[candidates]``; 1 if all devices are of one
-        type. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        """Return, for each of ``candidates``, the speed of the fastest device type of the topology, relative to the
+        device for which the work was computed (speed 1), shape ``[candidates]``; 1 if there is only one device type.
+        ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage."""
         return self.speeds(candidates).max(axis=0) if self.differ else np.ones(len(candidates))
 
 

@@ -98,9 +98,9 @@ Vector = NDArray[np.float64]
 
 
 class BoundOptions(TypedDict, total=False):
-    """Options of the computation of lower bounds on stage times. ``cutoff_s``: the computation may stop when the bound
-    reaches this many seconds. ``quick``: whether to save time by skipping cuts that have a stage much longer than an
-    even share of the work; these cuts then get bounds of their own, which are less tight."""
+    """Options for computing lower bounds on stage times. ``cutoff_s``: the computation may stop when the bound reaches
+    this many seconds. ``quick``: whether to save time by examining only cuts whose stages are not much longer than an
+    even share of the work; all other cuts then get a separate bound, which is less tight."""
 
     cutoff_s: float
     quick: bool
@@ -178,9 +178,8 @@ class ModelBounds:
         self._capacities: dict[tuple[int, int], tuple[int, ...]] = {}  # by stages and number of communication groups
 
     def with_constraints(self, constraints: Constraints) -> ModelBounds:
-        """Return a copy of these bounds for a job with the same model, batch and topology, but with other constraints,
-        ``constraints``, so that the work of blocks (such as layers) need not be computed again.
-        """
+        """Return a copy of these bounds for a job that differs only in its ``constraints``. The work of blocks (such as
+        layers) is not computed again."""
         other = copy(self)
         other.constraints = constraints
         return other
@@ -220,10 +219,10 @@ class ModelBounds:
         It is the sum of three terms: the pipeline; the part of the gradient reduction that the backward cannot hide
         (with a single stage); and the optimizer's update. The busiest rank of the pipeline takes at least an even share
         of the work, and it runs whole calls of blocks (such as layers), which may take longer. ``shared``: whether to
-        use the even share alone. The bound is then lower, but a caller may add to it times that can fall on any rank.
-        ``known``: lower bounds on the seconds of blocks for one microbatch, such as those of a sharding: (``tp``,
-        ``cp``, ``ep``, ``etp``, microbatch size) -> block name -> (forward seconds, backward seconds).
-        """
+        bound the busiest rank by the even share alone; the result is then lower, but a caller may add to it times that
+        can fall on any rank. ``known``: lower bounds on the seconds of blocks for one microbatch, such as those of a
+        sharding, as a dict: (``tp``, ``cp``, ``ep``, ``etp``, microbatch size) -> block name -> (forward seconds,
+        backward seconds)."""
         # if devices differ, the ZeRO stage decides whether microbatches may be divided unevenly
         key = by_all if self._kinds.differ else BY_WORK if known is None else BY_SHARDED_WORK
         alike, places = find_distinct_candidates(candidates, key)
@@ -287,10 +286,10 @@ class ModelBounds:
         self, candidates: Sequence[MeshCandidate], forward: NDArray[np.float64], backward: NDArray[np.float64]
     ) -> Vector:
         """Return a lower bound in seconds on the pipelines in a step of each candidate, shape ``[candidates]``, for
-        devices that differ in speed. Gradient reduction and update are not included. The bound holds for any division
-        of the work among the devices, in proportion to their speed or not. ``forward``, ``backward``: the seconds of
-        each block (such as a layer) for one microbatch on each device type, shape ``[kinds, blocks, candidates]``.
-        ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage."""
+        devices that differ in speed. It holds for any division of the work among the devices. Gradient reduction and
+        update are not included. ``forward``, ``backward``: the seconds of each block (such as a layer) for one
+        microbatch on each device type, shape ``[kinds, blocks, candidates]``. ``candidates``: combinations of mesh
+        sizes, microbatch size, schedule and ZeRO stage."""
         found, often = np.zeros(len(candidates)), list(self._calls_by_block.values())
         for place, candidate in enumerate(candidates):
             ahead, both = forward[..., place], forward[..., place] + backward[..., place]
@@ -331,11 +330,10 @@ class ModelBounds:
         return of_all if self.may_differ(candidate) else candidate.num_microbatches(self.global_batch)
 
     def _bound_fill_and_drain(self, candidate: MeshCandidate) -> tuple[float, float]:
-        """Return a lower bound on the time in which the pipeline of ``candidate`` fills and drains, as two factors. The
-        bound is the first times the forward seconds of one microbatch through the whole model, plus the second times
-        its backward seconds. Both are 0 if numbers of microbatches differ between ranks and no formula is known.
-        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        """Return a lower bound on the time in which the pipeline of ``candidate`` fills and drains, as two factors
+        ``(a, b)``: the bound is ``a`` times the forward seconds of one microbatch through the whole model, plus ``b``
+        times the backward seconds. If ranks may have different numbers of microbatches and the step time has no
+        formula, both factors are 0. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         if self.may_differ(candidate) and not is_formula(candidate.schedule, candidate.pp, self.train):
             return 0.0, 0.0
         m = candidate.num_microbatches(self.global_batch)
@@ -344,9 +342,8 @@ class ModelBounds:
     def _bound_seconds_after_pipeline(self, candidates: Sequence[MeshCandidate], backward: Vector) -> Vector:
         """Return a lower bound in seconds on the time after the pipeline, shape ``[candidates]``: the optimizer's
         update and, with a single stage, the part of the gradient reduction that the last backward cannot hide.
-        ``backward``: for each candidate, the seconds of backward that can hide it. ``candidates``: combinations of mesh
-        sizes, microbatch size, schedule and ZeRO stage.
-        """
+        ``backward``: for each candidate, the backward seconds that can hide the reduction. ``candidates``: combinations
+        of mesh sizes, microbatch size, schedule and ZeRO stage."""
         if not self.train:
             return np.zeros(len(candidates))
         ends = np.array([self._bound_end_seconds(p) for p in candidates], dtype=np.float64)
@@ -625,10 +622,9 @@ class ModelBounds:
         ) * _ROUNDING
 
     def followed(self, candidate: MeshCandidate, pipeline_s: float) -> float:
-        """Return a lower bound in seconds on a step of ``candidate`` whose pipeline takes at least ``pipeline_s``
-        seconds: the sum of this time, the optimizer's update, and the part of the gradient reduction that can only
-        follow the pipeline. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        """Return a lower bound in seconds on a step of ``candidate``, given that its pipeline takes at least
+        ``pipeline_s`` seconds. The bound adds the optimizer's update and the part of the gradient reduction that can
+        only follow the pipeline. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         return (
             pipeline_s + float(self._bound_seconds_after_pipeline([candidate], np.array([math.inf]))[0])
         ) * _ROUNDING
@@ -649,10 +645,9 @@ class ModelBounds:
         stage. ``floor``: lower bounds on the seconds of each block (such as a layer) in them. ``candidates``:
         combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
 
-        ``shared``: whether to count only an even share of the work on the busiest rank, and not that each block call
-        runs as a whole on one rank. The bound is then lower, but a caller may add to it times that can fall on any
-        rank.
-        """
+        ``shared``: whether to bound the busiest rank by an even share of the work alone, and to ignore that each block
+        call runs as a whole on one rank. The result is then lower, but a caller may add to it times that can fall on
+        any rank."""
         often = self._calls_by_block
         ahead = sum(n * floor.seconds[block][0] for block, n in often.items())
         back = sum(n * floor.seconds[block][1] for block, n in often.items()) if self.train else 0.0

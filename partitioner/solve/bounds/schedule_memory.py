@@ -54,23 +54,21 @@ class MicrobatchMemory:
     """Lower bounds on the activation bytes of one microbatch through all block calls (such as layers).
 
     ``whole``: bytes of each call without recomputation. ``inputs``: bytes of each call with full recomputation, which
-    saves only inputs of calls. ``again``: for each call a pair (seconds of its recomputation per byte that this frees,
-    number of bytes that this frees), in ascending order of the first number.
-    """
+    saves only inputs of calls. ``again``: for each call a pair (seconds of recomputation per freed byte, number of
+    bytes that recomputation frees), in ascending order of the first number."""
 
     whole: ActivationBytes
     inputs: ActivationBytes
     again: tuple[tuple[float, float], ...]
 
     def seconds_again(self, ranks: RankCapacity, recompute: str | None, limit_s: float) -> float:
-        """Return a lower bound in seconds on the recomputation of one microbatch that is needed so that its remaining
-        activations fit on ``ranks``, the memory of the ranks of a pipeline. ``limit_s``: each rank computes for at most
-        this many seconds per microbatch. ``recompute``: the kind of recomputation that a constraint fixes (such as
-        ``"full"``), or ``None``.
+        """Return a lower bound in seconds on the recomputation of one microbatch without which its activations do not
+        fit on ``ranks``, the memory of the ranks of a pipeline. ``limit_s``: each rank computes for at most this many
+        seconds per microbatch. ``recompute``: the kind of recomputation that a constraint fixes (such as ``"full"``),
+        or ``None``.
 
         The result is infinite if no recomputation makes the activations fit within ``limit_s``. Raises
-        :class:`CapacityError` if none does even without a time limit.
-        """
+        :class:`CapacityError` if none does even without a time limit."""
         needed = self.inputs if recompute in (None, "full") else self.whole
         room = ranks.room(needed, math.inf)
         if (missing := math.ceil(needed.total - room)) > 0:
@@ -120,9 +118,9 @@ class RankCapacity:
 
 def needs_of(calls: Sequence[tuple[Call, CallCost]], split: bool = False) -> MicrobatchMemory:
     """Return lower bounds on the activation bytes of one microbatch through ``calls``, pairs of a block call (such as a
-    decoder layer) and a lower bound on its cost. A value that several calls read is counted once. ``split``: the
-    schedule splits the backward into two halves (gradients of inputs, gradients of weights), between which fewer bytes
-    may be held."""
+    decoder layer) and a lower bound on its cost. A value that several calls read is counted once. ``split``: whether
+    the schedule splits the backward into two halves (gradients of inputs, gradients of weights); if so, the bounds
+    allow for fewer bytes between the two halves."""
     seen: set[str] = set()
     kept_before: set[str] = set()
     whole, inputs, again = [], [], []
@@ -188,10 +186,10 @@ class RecomputeCosts:
         )
 
     def estimate_seconds(self, free: float, schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> float:
-        """Estimate the seconds that the busiest rank of a pipeline needs to recompute activations, per microbatch;
-        infinite if even full recomputation frees too few bytes. It is assumed that each virtual stage has an equal
-        share of the work and bytes of the model. A rank either recomputes some of its virtual stages selectively, or
-        whole block calls (such as layers), or both.
+        """Estimate the seconds per microbatch in which the busiest rank of a pipeline recomputes activations; infinite
+        if even full recomputation frees too few bytes. Each virtual stage is assumed to have an equal share of the
+        model's work and bytes. A rank either recomputes some of its virtual stages selectively, or whole block calls
+        (such as layers), or both.
 
         ``free``: bytes of a rank for activations. ``schedule``: name or table. ``p``: number of pipeline ranks. ``m``:
         number of microbatches. ``v``: number of virtual stages of a rank; ``None``: the number that the schedule fixes.
@@ -265,10 +263,10 @@ def least_of(bound: Callable[[float], float], low: float, high: float) -> float:
 
 
 def _least_mean(counts: Sequence[Sequence[int]]) -> float:
-    """Return a lower bound on the largest value that the smallest component of a weighted mean of the vectors
-    ``counts`` can have. Each vector is for one time in a step: the number of microbatches in flight in each virtual
-    stage of a rank. The memory of the rank divided by the result is an upper bound on the memory of one microbatch. The
-    largest value is the value of a matrix game; it is approximated by multiplicative weights."""
+    """Return a lower bound on the largest value ``v`` for which some weighted mean of the vectors ``counts`` has only
+    components of at least ``v``. Each vector is for one time in a step: the number of microbatches in flight in each
+    virtual stage of a rank. The memory of the rank divided by the result is an upper bound on the activation bytes of
+    one microbatch. ``v`` is the value of a matrix game; it is approximated by multiplicative weights."""
     rows: NDArray[np.float64] = np.array(counts, dtype=np.float64)
     scaled, weights, best = rows / rows.max(), np.ones(len(rows)), 0.0
     total = np.zeros(len(rows))

@@ -93,12 +93,11 @@ class Gathers:
 
     def beside(self, floor: BlockLowerBound | None, candidate: MeshCandidate) -> BlockLowerBound | None:
         """Return lower bounds on the seconds of each block (such as a layer) of ``candidate`` that include the gathers
-        of weights and scatters of gradients under ZeRO-3. The result is ``floor`` itself if the candidate does not
-        gather weights.
+        of weights and scatters of gradients under ZeRO-3. If the candidate does not gather weights, the result is
+        ``floor`` itself.
 
-        ``floor``: lower bounds without these, or ``None`` if none are known. ``candidate``: mesh sizes, microbatch
-        size, schedule and ZeRO stage.
-        """
+        ``floor``: lower bounds without these collectives, or ``None`` if none are known. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage."""
         gathers, copies = self.floor(candidate)
         if not gathers:
             return floor
@@ -107,13 +106,11 @@ class Gathers:
         )
 
     def _add_waits(self, seconds: Seconds, gathers: Seconds, copies: Seconds) -> Seconds:
-        """Return block name -> (forward seconds, backward seconds) of a call of the block (such as a layer) with the
-        waits for ZeRO-3 collectives that its calls have on average. If ``seconds`` contains other communication, it
-        counts as computation that can hide collectives, so the result is a lower bound.
-
-        All arguments are such dicts. ``seconds``: of the blocks alone. ``gathers``: of the collectives that gather
-        weights and scatter gradients. ``copies``: of copying gathered weights.
-        """
+        """Return lower bounds on the seconds of each block (such as a layer), including its mean wait for ZeRO-3
+        collectives over all calls of the block. The result and all arguments are dicts: block name -> (forward seconds,
+        backward seconds). ``seconds``: the blocks alone; collectives of other kinds in them are treated as computation,
+        which can hide ZeRO-3 collectives. ``gathers``: the collectives that gather weights and scatter gradients.
+        ``copies``: copying gathered weights."""
         costs = {
             name: self._add_to_cost(CallCost(forward_s=ahead, backward_s=back), gathers[name], copies[name])
             for name, (ahead, back) in seconds.items()
@@ -137,18 +134,18 @@ class Gathers:
 
     def _add_to_cost(self, cost: CallCost, gathers: tuple[float, float], copies: tuple[float, float]) -> CallCost:
         """Return ``cost``, the cost of a call of a block (such as a layer), with its ZeRO-3 collectives. ``gathers``:
-        their seconds in forward and in backward. ``copies``: seconds of copying gathered weights in both."""
+        (forward seconds, backward seconds) of the collectives. ``copies``: (forward seconds, backward seconds) of
+        copying gathered weights."""
         how = self.slowdown, self.overlap, self._once
         hidden = HiddenCollectives(gathers[0], max(0.0, gathers[1] - gathers[0]), 0.0, 0.0, 0.0, *how)
         alone = cost.at_least(cost.forward_total_s + copies[0], cost.backward_total_s + copies[1])
         return replace(alone, forward_comm_s=0.0, backward_comm_s=0.0, hidden=hidden).hide(*gathers)
 
     def floor(self, candidate: MeshCandidate) -> tuple[Seconds, Seconds]:
-        """Return two dicts with lower bounds on seconds: of the ZeRO-3 collectives, and of copying gathered weights.
-        Both are: name of a block (such as a layer) -> (forward seconds, backward seconds). Forward gathers the weights;
-        backward gathers them again and scatters gradients. Both dicts are empty if the candidate does not shard
-        weights. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        """Return two dicts with lower bounds: on the ZeRO-3 collectives, and on copying gathered weights. Both map the
+        name of a block (such as a layer) to (forward seconds, backward seconds). Forward gathers the weights; backward
+        gathers them again and scatters gradients. Both dicts are empty if the candidate does not shard weights.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         if candidate.zero != 3 or candidate.sharers == candidate.expert_sharers == 1:
             return {}, {}
         key = *candidate.grid.values(), candidate.ep, candidate.expert_tp, candidate.dp_shard
@@ -178,13 +175,13 @@ class Gathers:
 
     def scattered(self, candidate: MeshCandidate, m: int, known_s: float, forward_s: float) -> float:
         """Return a lower bound in seconds on a step of ``candidate`` under ZeRO-2, where each of the ``m`` backwards of
-        a stage except the last scatters gradients.
+        a stage except the last scatters gradients. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        ``m``: number of microbatches. ``known_s``: a lower bound on the step without the scatters. ``forward_s``:
+        forward seconds of one microbatch through all stages.
 
-        A backward can hide scatters for as long as it takes itself, so a shorter step hides less. The bound is computed
-        for a stage with the mean work of all stages. The slowest stage takes at least as long, because the exposed
-        seconds are a convex function of the work, and no stage waits for the exposed seconds of an earlier one.
-        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. ``m``: number of microbatches. ``known_s``:
-        a lower bound on the step without the scatters. ``forward_s``: the forward of one microbatch through all stages.
+        A scatter can be hidden at most for the duration of a backward, so a shorter step hides less. The bound is
+        computed for a stage with the mean work of all stages. The slowest stage takes at least as long, because the
+        exposed seconds are a convex function of the work, and no stage waits for the exposed seconds of an earlier one.
         """
         again, idle = self._bound_scatter_seconds(candidate) / candidate.pp, forward_s / candidate.pp
         hides, ahead = (2 - self.slowdown) * self.overlap * (m - 1), candidate.pp - 1
@@ -233,10 +230,10 @@ class Gathers:
         return list(dict.fromkeys(shards)), list(dict.fromkeys(experts))
 
     def _floor(self, shards: Sequence[Group], experts: Sequence[Group], candidate: MeshCandidate) -> Seconds:
-        """Return lower bounds on the seconds of the ZeRO-3 collectives of ``candidate`` over the fastest group: name of
-        a block (such as a layer) -> (forward seconds, backward seconds). ``shards``: the groups over which weights
-        outside of experts may be sharded. ``experts``: the groups over which weights of experts may be sharded.
-        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
+        """Return lower bounds on the ZeRO-3 collectives of ``candidate`` over the fastest group: name of a block (such
+        as a layer) -> (forward seconds, backward seconds). ``shards``: the groups over which weights outside of experts
+        may be sharded. ``experts``: the groups over which weights of experts may be sharded. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage."""
 
         def least(op: str, nbytes: float, groups: Sequence[Group]) -> float:
             return min(collective_time(op, nbytes, group) for group in groups) if nbytes else 0.0

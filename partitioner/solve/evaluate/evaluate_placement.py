@@ -119,8 +119,8 @@ class ShareRecord:
 
     def is_poor(self, shares: Shares) -> bool:
         """Return whether the division of the batch ``shares`` (number of microbatches of each rank of ``dp``) need not
-        be tried again. That is so if it was tried on at least two placements (assignments of ranks to devices), and was
-        over 3 % slower than the best division on each of them."""
+        be tried again, because it was tried on at least two placements (assignments of ranks to devices) and was over
+        3 % slower than the best division on each of them."""
         found = self._ratios.get(tuple(sorted(shares)), [])
         return len(found) >= _SEEN and min(found) > _POOR
 
@@ -167,9 +167,8 @@ class PlacementEvaluator:
         return BatchSharing(self.candidate, self.local, self.costs, *step, independent)
 
     def __call__(self, machine: PlacedMesh) -> tuple[float, PlacementResult]:
-        """Return the step time in seconds of the best plan on ``machine`` (a placement of the mesh), and that plan.
-        Raises :class:`PlanError` if there is none. A placement assigns ranks to devices.
-        """
+        """Return the step time in seconds of the best plan on ``machine``, a placement (assignment of the mesh's ranks
+        to devices), and that plan. Raises :class:`PlanError` if there is none."""
         self.asked.add(SameObject(machine))
         machine = self.dressed(machine)
         step, best, least = math.inf, None, math.inf
@@ -209,8 +208,8 @@ class PlacementEvaluator:
     def _order_divisions_by_lower_bound(self, machine: PlacedMesh) -> list[tuple[float, Shares]]:
         """Return the divisions of the batch to try first on the placement ``machine`` (a topology with the mesh laid
         over it), the most promising first. Each is a pair: a quick lower bound on the step in seconds, and the number
-        of microbatches of each rank of ``dp``. The bound is 0 where it is not needed, because there is one division, or
-        where it cannot be computed quickly."""
+        of microbatches of each rank of ``dp``. The bound is 0 if there is only one division, or if no quick bound is
+        known."""
         shares = self._batch_sharing.first(machine)
         if len(shares) == 1 or not self._has_floor:
             return [(0.0, each) for each in shares]
@@ -219,15 +218,15 @@ class PlacementEvaluator:
     @property
     def _has_floor(self) -> bool:
         """Return whether the step time of the candidate has a quick lower bound: the schedule is simulated forward by
-        forward and backward by backward (not computed with a formula), and each rank has one stage."""
+        forward and backward by backward (not computed with a formula), and each pipeline rank has one stage."""
         candidate = self.candidate
         simulated = not is_formula(candidate.schedule, candidate.pp, self.job.train)
         return simulated and is_plain(candidate.schedule, candidate.virtual_stages)
 
     def bound_plans(self, machine: PlacedMesh) -> float:
-        """Return a lower bound in seconds on all plans on ``machine`` (a placement of the mesh). No plan is priced if
-        the bound of the cuts into stages shows that none takes less than the cutoff. Raises :class:`PlanError` if there
-        is no plan."""
+        """Return a lower bound in seconds on the step of all plans on ``machine`` (a placement of the mesh). If a bound
+        on the cuts into stages already reaches the cutoff, no plan is priced. Raises :class:`PlanError` if there is no
+        plan."""
         dressed = self.dressed(machine)
         divisions = self._batch_sharing.first(dressed)
         if len(divisions) > 1 or self._batch_sharing.is_free(dressed):
@@ -250,10 +249,11 @@ class PlacementEvaluator:
         return problem, least_update(problem, held, machine)
 
     def bound_delays(self, machine: PlacedMesh) -> Sequence[Table]:
-        """Return, for each stage on the placement ``machine``, a table of lower bounds on the seconds from its last
-        backward to the end of its reductions, whose entry ``[start, stop]`` is for a stage of the block calls
-        ``start:stop`` (such as layers). Empty if these collectives do not overlap with computation. The bounds also
-        hold for fewer microbatches: less is then recomputed, so backwards are shorter and hide less."""
+        """Return, for each stage on the placement ``machine``, a table of lower bounds on the seconds from the stage's
+        last backward to the end of its gradient reductions. Entry ``[start, stop]`` of a table is for a stage that
+        consists of the block calls ``start:stop`` (such as layers). The result is empty if the reductions do not
+        overlap with computation. The bounds also hold with fewer microbatches: less is then recomputed, so backwards
+        are shorter and hide less."""
         machine = self.dressed(machine)
         problem, held, _ = self._build_stage_problem(machine, (), self.costs.by_stage(machine))
         if not is_priced_by_rank_ends(problem, machine):
@@ -361,8 +361,8 @@ class PlacementEvaluator:
         """Return a probable lower bound in seconds on the step of the plans on the placement ``machine`` (a topology
         with the mesh laid over it). It is not proven, because it assumes that no division of the batch among the ranks
         of ``dp`` is much faster than the divisions that are tried first. It is at least as high as the proven bound of
-        this placement. ``cutoff_s``: a bound of this many seconds is tight enough. If the bound is below ``cutoff_s``,
-        it may be looser than the bound of one of several divisions, because the others are then not examined."""
+        this placement. ``cutoff_s``: a bound of this many seconds is tight enough. If one of the divisions has a bound
+        below ``cutoff_s``, the other divisions are not examined, and the result may be looser."""
         machine = self.dressed(machine)
         quick = self._batch_sharing.least(machine)
         if quick >= cutoff_s or not self._has_floor:

@@ -71,8 +71,8 @@ class LocalModels:
 
     def is_whole(self, candidate: MeshCandidate, size: int) -> bool:
         """Return whether the graphs of ``candidate`` for microbatches of ``size`` samples may be valid only for ranks
-        with a single microbatch. That is so if samples of the batch interact, and each rank has one microbatch of this
-        size. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
+        with a single microbatch. This is the case if samples of the batch interact and each rank has one microbatch of
+        this size. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         whole = size == candidate.microbatch_size and candidate.num_microbatches(self.job.global_batch) == 1
         return whole and self.coupled
 
@@ -168,13 +168,12 @@ class LocalModels:
         return self.job.expert_batch if key[4] else self.job.batch
 
     def _find_sharding_problem(self, model: FoldedModel, key: LocalKey, dp: int) -> ShardingProblem:
-        """Return the problem of sharding ``model`` over ``tp`` at the least cost. Variants that distribute experts
-        differently share one problem, because they only differ in the strategies that they allow. A strategy is a way
-        to run an operator on the ranks: the layouts of its operands and results.
+        """Return the problem of sharding ``model`` over ``tp`` at the least cost. A solution assigns a strategy to
+        every operator: the layouts of its operands and results. Candidates that differ only in how experts are
+        distributed share one problem, because they only allow different strategies.
 
         ``key``: the cache key of the local model (the sharded graphs of one rank). ``dp``: number of ranks over which
-        the batch is distributed.
-        """
+        the batch is distributed."""
         if key[:5] not in self._problems:
             costs = self._build_tensor_costs(model, "tp", key)
             problem: ShardingProblem
@@ -190,11 +189,11 @@ class LocalModels:
 
     def _list_companion_models(self, key: LocalKey, dp: int) -> list[CompanionModel]:
         """Return the models of the companions for one microbatch. Companions are further programs of the plan, such as
-        an evaluation, that are sharded together with the main program's model. ``key``: the cache key of the local
-        model (the sharded graphs of one rank) of the main program; the microbatch of a companion is at most as large as
-        that of the main program. ``dp``: number of ranks over which the batch is distributed. Raise
-        :class:`PartitionError` if the samples of a companion, or its sequence, cannot be divided.
-        """
+        an evaluation, that are sharded together with the main program's model. The microbatch of a companion is at most
+        as large as that of the main program. ``key``: the cache key of the main program's local model (the sharded
+        graphs of one rank). ``dp``: number of ranks over which the batch is distributed.
+
+        Raises :class:`PartitionError` if the samples of a companion, or its sequence, cannot be divided."""
         found, most = [], self.job.global_batch // key[2]
         for number, companion in enumerate(self.job.companions):
             if number not in self._companions:
@@ -251,14 +250,13 @@ class LocalModels:
         return self._contexts[key[:5]]
 
     def _rounds(self, key: LocalKey) -> int:
-        """Return the number of microbatches by which costs that occur once per step are divided when shardings are
-        compared. It is the least number that a rank of any candidate with the cache key ``key`` may have, so that the
-        sharding does not depend on which of these candidates is solved first.
+        """Return by how many microbatches the costs that occur once per step are divided when shardings are compared.
+        The number is the least that a rank of any candidate with the cache key ``key`` may have, so that the sharding
+        does not depend on which of these candidates is solved first.
 
-        It is at least two, even if a rank may have one microbatch. With one, a gradient reduction inside the graph
-        would seem as cheap as a reduction at the end of a step. But the latter is cheaper, because it can run as one
-        collective with others, in a bucket.
-        """
+        The number is at least two, even if a rank may have one microbatch. With one microbatch, a gradient reduction
+        inside the graph would seem as cheap as a reduction at the end of a step. But the latter is cheaper, because it
+        can be merged with other reductions in a bucket."""
         tp, cp, parts, *_ = key
         return max(_LEAST_ROUNDS, parts * tp * cp // self.job.topology.num_devices)
 
@@ -303,9 +301,9 @@ class LocalCosts:
     _states: dict[tuple[Any, ...], StateCosts] = field(default_factory=dict)
 
     def cache_call_costs(self, job: Job, key: LocalKey, local: LocalModel) -> CallCostCache:
-        """Return the cache from which costs of calls of ``local``, the graphs of one rank, are taken. Costs are stored
+        """Return the cache from which costs of calls of ``local``, the graphs of one rank, are taken. It stores costs
         for each kind of rank (device, speed and groups). ``job``: the model, batch, cluster and constraints. ``key``:
-        the cache key of ``local``; equal keys share one cache."""
+        the cache key of ``local``; calls with equal keys return the same cache."""
         if key not in self._calls:
             how = recompute_mode(job.constraints.recompute)
             self._calls[key] = CallCostCache(

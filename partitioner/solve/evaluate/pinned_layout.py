@@ -63,9 +63,10 @@ class PinnedLayout:
 
     def pinned_calls(self, calls: Sequence[StageCall]) -> dict[int, int]:
         """Return the stages that the plan's main program (such as training) fixes for calls of a further program (such
-        as an evaluation): index among ``calls`` -> stage index. A call of a block (such as a layer) is fixed by its
-        module path, else by its parameters and buffers, because both programs use the same weights. The result is empty
-        if these stage indices do not ascend in the order of ``calls``."""
+        as an evaluation), as a dict: index among ``calls`` -> stage index. If the main program calls the same module
+        path equally often, the stage of a block call (such as a layer) is that of the main program's call. Otherwise it
+        is the stage that has the call's parameters and buffers, which both programs share. The result is empty if these
+        stage indices do not ascend in the order of ``calls``."""
         seen: dict[str, int] = defaultdict(int)
         counts: dict[str, int] = defaultdict(int)
         for call in calls:

@@ -1,13 +1,12 @@
 """Plan the standard layouts that every report compares with: plain data parallelism, ZeRO-3, and Megatron-LM's layout.
 
-They are reported whatever the user fixed, with their costs or the reasons why they do not fit. Layouts that are no
+They are reported whatever the user fixed, with their costs or the reasons why they do not fit. Layouts that are not
 candidates of the search are planned in addition, first without data in host memory.
 
 For ZeRO-3 and Megatron-LM, the report shows the best layout of a family, as an expert would tune it: the textbook
 layout, those that the search solved, and a few more chosen by their bounds, for a limited time. Megatron-LM's family
 has ``tp`` inside a node, any number of stages under 1F1B or interleaved schedules, any sizes of the other axes, and
-optimizer states sharded or not.
-"""
+optimizer states sharded or not."""
 
 from __future__ import annotations
 
@@ -126,8 +125,8 @@ class StandardLayout:
     ``name``: how reports call it. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage
     that have this layout, to try until one fits in memory; the first has the least lower bound, and later ones need
     less memory. ``excluded``: the reason why the search itself cannot choose the layout; empty if it can. ``family``:
-    all layouts of this kind, of which the best one is shown, or ``None`` if ``candidates`` are all.
-    """
+    all variants of the layout, of which the report shows the best one; ``None`` if there are no others than
+    ``candidates``."""
 
     name: str
     candidates: tuple[MeshCandidate, ...] = ()
@@ -228,11 +227,10 @@ def _list_leaner_candidates(
 
 def is_known(standard: StandardLayout, rows: Sequence[Candidate]) -> bool:
     """Return whether the report can show the well-known layout ``standard``, such as ZeRO-3, without planning it,
-    because the search has planned it. If ``standard.family`` (the variants of the layout, of which the report shows the
-    best) is given, the plan that the search chose also has to be one of these variants. ``rows``: the outcomes of the
-    search, one for each candidate (mesh sizes, microbatch size, schedule and ZeRO stage), with the step time or the
-    reason why there is none.
-    """
+    because the search has planned it. If the layout has a family (variants of which the report shows the best), the
+    plan that the search chose also has to be one of these variants. ``rows``: the outcomes of the search, one for each
+    candidate (mesh sizes, microbatch size, schedule and ZeRO stage), with the step time or the reason why there is
+    none."""
     if standard.family is not None:
         best = _best_row(standard, rows)
         return best is not None and best.status == "chosen"
@@ -297,12 +295,10 @@ def _limit_tries(candidates: Sequence[MeshCandidate]) -> list[MeshCandidate]:
 
 def _best_row(standard: StandardLayout, rows: Sequence[Candidate]) -> Candidate | None:
     """Return the fastest of ``rows`` that is a variant of the well-known layout ``standard``, such as ZeRO-3; ``None``
-    if there is none, or if ``standard.family`` is ``None``. A row belongs to a variant if both have the same mesh,
-    microbatch size, schedule, virtual stages and ZeRO settings. A row with an interleaved schedule also belongs to a
-    variant that has the same values under 1F1B.
-
-    ``standard.family.candidates``: the variants. ``rows``: the outcomes of the search, one for each candidate.
-    """
+    if there is none, or if ``standard.family`` is ``None``. The variants are ``standard.family.candidates``. A row
+    belongs to a variant if both have the same mesh, microbatch size, schedule, virtual stages and ZeRO settings. A row
+    with an interleaved schedule also belongs to a variant that has the same values under 1F1B. ``rows``: the outcomes
+    of the search, one for each candidate."""
     family = standard.family
     if family is None:
         return None

@@ -157,15 +157,15 @@ class SearchSpace:
     - ``dims``: all dim sizes of the parameters. ``tp`` must divide one of them.
     - ``experts``: ``ep`` must divide this number; 0 for a model without experts. ``any_etp``: whether a single expert
       may be sharded over other numbers of ranks than 1 and ``tp``.
-    - ``compiled``: whether steps are compiled because this is the default, and could also be replayed.
+    - ``compiled``: whether steps are compiled by default and not by a constraint, so that the user could also choose
+      replayed steps (CUDA graphs).
     - ``even``: whether all ranks of ``dp`` must have equally many microbatches.
-    - ``further_samples``, ``further_positions``: numbers of samples in a batch, and of positions in a sample, of the
-      further programs of the plan, such as an evaluation. ``dp`` must divide all of these numbers of samples, and 2
-      ``cp`` all of these numbers of positions.
+    - ``further_samples``, ``further_positions``: for the further programs of the plan, such as an evaluation, the
+      numbers of samples in a batch and of positions in a sample. ``dp`` must divide all of these numbers of samples,
+      and ``2 * cp`` all of these numbers of positions.
 
     ``topology``: the cluster. ``constraints``: the choices that the user fixed. ``train``: whether plans are for
-    training.
-    """
+    training."""
 
     topology: Topology
     global_batch: int
@@ -195,10 +195,9 @@ class SearchSpace:
         return self.global_batch // (self.constraints.group_size or 1)
 
     def splits(self, dp: int) -> bool:
-        """Return whether the batches of all programs of the plan can be distributed over ``dp`` ranks. The batch of the
-        main program, such as training, must divide evenly. If its ranks may have different numbers of microbatches, it
-        is enough that each rank gets at least one sample (or group of interacting samples). Batches of further
-        programs, such as an evaluation, must divide evenly."""
+        """Return whether the batches of all programs of the plan can be distributed over ``dp`` ranks. All batches must
+        divide evenly, with one exception: if ranks may have different numbers of microbatches of the main program, such
+        as training, it is enough that each rank gets at least one of its samples (or groups of interacting samples)."""
         return self.splits_first(dp) and all(samples % dp == 0 for samples in self.further_samples)
 
     def splits_evenly(self, dp: int) -> bool:
@@ -207,8 +206,8 @@ class SearchSpace:
 
     def splits_first(self, dp: int) -> bool:
         """Return whether the batch of the main program of the plan (such as training) can be distributed over ``dp``
-        ranks. It must divide evenly; if ranks may have different numbers of microbatches, it is enough that each rank
-        gets at least one sample (or group of interacting samples)."""
+        ranks. If ranks may have different numbers of microbatches, it is enough that each rank gets at least one sample
+        (or group of interacting samples). Otherwise the batch must divide evenly."""
         return self.units % dp == 0 or (not self.even and dp <= self.units)
 
     def splits_positions(self, cp: int) -> bool:
@@ -389,9 +388,8 @@ def _context_axes(space: SearchSpace, room: int) -> list[int]:
 def _expert_axes(space: SearchSpace, room: int, tp: int) -> list[tuple[int, int]]:
     """Return the pairs (ep, etp) to try. ``ep`` is the number of ranks over which the experts are distributed, ``etp``
     the number of ranks over which each single expert is sharded (0: as many as ``tp``). ``room``: the number of ranks
-    of ``dp``, ``cp`` and ``tp`` together. ``tp``: size of that axis. ``space``: the search space (cluster, batch,
-    constraints and sizes of the model).
-    """
+    of ``dp``, ``cp`` and ``tp`` together. ``tp``: number of ranks of tensor parallelism. ``space``: the search space
+    (cluster, batch, constraints and sizes of the model)."""
     pinned = space.constraints
     if pinned.etp not in (None, 1, tp) and not space.any_etp:
         return []
@@ -493,11 +491,10 @@ def estimate_interleaved_effort(space: SearchSpace, candidate: MeshCandidate) ->
 
 
 def list_short_context_candidates(space: SearchSpace, sharing: Collection[tuple[int, int]]) -> list[MeshCandidate]:
-    """Return 1F1B candidates in which more ranks share a sequence than in the candidates of the search, so that each
-    has fewer than 8,192 tokens of it, but at least 2,048. Sizes that the user fixed stay. ``sharing``: the ways to
-    shard optimizer states, gradients and parameters to include if the constraints allow them, pairs (ZeRO stage, number
-    of ``dp`` ranks; 0: all). ``space``: the search space (cluster, batch, constraints and sizes of the model).
-    """
+    """Return 1F1B candidates in which more ranks share a sequence than in the candidates of the search: each rank has
+    fewer than 8,192 of its tokens, but at least 2,048. Sizes that the user fixed stay. ``sharing``: the ways to shard
+    optimizer states, gradients and parameters to include if the constraints allow them, as pairs (ZeRO stage, number of
+    ``dp`` ranks; 0: all). ``space``: the search space (cluster, batch, constraints and sizes of the model)."""
     pinned = space.constraints
     if pinned.cp is not None or space.length < 2 * _FEWEST_TOKENS:
         return []
@@ -522,8 +519,7 @@ def list_short_context_candidates(space: SearchSpace, sharing: Collection[tuple[
 
 def _is_for(table: ScheduleTable | None, pp: int, num_microbatches: int) -> bool:
     """Return whether ``table``, a schedule that the user wrote, is for ``pp`` pipeline ranks and ``num_microbatches``
-    microbatches. Always true if ``table`` is ``None``.
-    """
+    microbatches. Return ``True`` if ``table`` is ``None``."""
     return table is None or (len(table.own.orders), table.num_microbatches) == (pp, num_microbatches)
 
 

@@ -40,9 +40,8 @@ class WarmStart:
     ``space``: the search space. ``candidates``: the candidates that may be evaluated. ``bounds``: computes quick lower
     bounds. ``standards``: the standard layouts that the report shows, such as ZeRO-3. ``deadline``: time
     (:func:`time.monotonic`) after which no more neighbours are tried. ``cutoff_s``: plans that take at least this many
-    seconds per step are of no interest. ``coming``: the candidates that will be yielded next, in this order, until one
-    of them is better than the plan whose neighbours they are; empty where they are not known yet.
-    """
+    seconds per step are of no interest. ``coming``: the neighbours of the best plan that will be yielded next, in this
+    order, unless one of them turns out to be better; empty if they are not known yet."""
 
     space: SearchSpace
     candidates: Collection[MeshCandidate]
@@ -83,7 +82,7 @@ class WarmStart:
 
     def _list_quick_candidates(self) -> Iterator[MeshCandidate]:
         """Yield candidates (mesh sizes, microbatch size, schedule and ZeRO stage) without a pipeline, those with the
-        least lower bounds first, until the caller reports a plan for one, or a few had none."""
+        least lower bounds first. Stop when the caller reports a plan for one of them, or after a few without a plan."""
         quick = sorted((candidate for candidate in self.candidates if candidate.pp == 1), key=in_order)
         order = self.bounds.times(quick).argsort(kind="stable").tolist() if quick else []
         worth = (quick[number] for number in order if self._is_worth(quick[number]))
@@ -160,10 +159,9 @@ class WarmStart:
 
     def _climb_from_candidate(self, start: MeshCandidate) -> Iterator[MeshCandidate]:
         """Yield neighbours of ``start``, a candidate that has a plan, one at a time; a neighbour differs in one number,
-        such as ``tp``. When the caller reports a better plan for one, its neighbours follow instead. The iteration ends
-        if no neighbour is better, after a number of steps, or when time runs out. ``start``: mesh sizes, microbatch
-        size, schedule and ZeRO stage.
-        """
+        such as ``tp``. When the caller reports a better plan for a neighbour, the neighbours of that neighbour follow
+        instead. The iteration ends if no neighbour is better, after a number of steps, or when time runs out.
+        ``start``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         here = start
         while True:
             neighbours = dict.fromkeys(self._list_neighbour_candidates(here))

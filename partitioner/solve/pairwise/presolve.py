@@ -1,4 +1,4 @@
-"""Reduce a pairwise assignment problem (one choice per node, at the least total cost) without losing its optimum.
+"""Reduce a pairwise assignment problem (one choice per node at minimum cost) without losing its optimum.
 
 Every step keeps at least one optimal assignment, and can be undone on a solution of the reduced problem. These are the
 steps, in the order in which they are tried on a node:
@@ -37,8 +37,8 @@ _ALWAYS_FILL = 256  # a new table this small is worth losing a node
 
 
 class InfeasibleAssignmentError(PartitionError):
-    """Error that is raised if no assignment (one choice for each node) satisfies the constraints. ``message``: its
-    text. ``nodes``: the indices of nodes that have no choice left."""
+    """Error that is raised if no assignment (one choice per node) satisfies the constraints. ``message``: the text of
+    the error. ``nodes``: the indices of nodes that have no choice left."""
 
     def __init__(self, message: str, nodes: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -47,14 +47,13 @@ class InfeasibleAssignmentError(PartitionError):
 
 @dataclass(frozen=True)
 class _Function:
-    """The choice of a node that was eliminated from an assignment problem (one choice per node, at the least total
-    cost), as a function of its neighbours' choices. When these are known, it gives the choice of the node.
+    """The choice of a node that was eliminated from an assignment problem (one choice per node at minimum cost), as a
+    function of its neighbours' choices.
 
     ``node``: the eliminated node. ``neighbours``: the nodes with which it shared a cost table. ``labels``: for each
     neighbour, the choices that it had left at that time, as original indices in increasing order. ``choice``: an array
     of original indices of choices of ``node``; it has one dim per neighbour, indexed by the position of the neighbour's
-    choice in ``labels``.
-    """
+    choice in ``labels``."""
 
     node: int
     neighbours: tuple[int, ...]
@@ -63,14 +62,13 @@ class _Function:
 
 
 class ReducedProblem:
-    """A pairwise assignment problem (one choice per node, at the least total cost) while it is being reduced. Only the
-    nodes in :attr:`nodes` remain to be solved.
+    """A pairwise assignment problem (one choice per node at minimum cost) while it is being reduced. Only the nodes in
+    :attr:`nodes` remain to be solved.
 
     ``costs[i]`` has one entry per remaining choice of node i. ``tables[i][j]`` is indexed (choice of i, choice of j).
     ``usage[i][r]`` is the amount that each choice of i takes of resource r. ``limits[r]`` is the amount of r that is
     left. Arguments: ``edges``: tuples (i, j, table). ``rows``: for each resource a pair: node -> amounts that its
-    choices take, and the limit.
-    """
+    choices take, and the limit."""
 
     def __init__(
         self,
@@ -103,19 +101,16 @@ class ReducedProblem:
 
     @property
     def nodes(self) -> list[int]:
-        """Return the indices of the nodes of the assignment problem (one choice per node, at the least total cost) that
-        are not yet decided.
-        """
+        """Return the indices of the nodes whose choices are not yet decided."""
         return [i for i, done in enumerate(self._done) if not done]
 
     def run(self, *, dominance: bool = True) -> None:
-        """Reduce this assignment problem (choose one of several choices for each node at least cost) until no reduction
-        step applies. Raise :class:`InfeasibleAssignmentError` if a node has no choice left.
+        """Reduce this assignment problem (one choice per node at minimum cost) until no reduction step applies. Raises
+        :class:`InfeasibleAssignmentError` if a node has no choice left.
 
-        ``dominance``: whether also to remove choices that are never better than another one, which is the slowest step.
-        This method may be called with ``False`` first and then with ``True``, which continues with the result of the
-        first call.
-        """
+        ``dominance``: whether to apply also the slowest step, which removes choices that are never better than another
+        one. A call with ``False`` may be followed by a call with ``True``, which continues with the result of the first
+        call."""
         for node in self.nodes:
             self._drop_choices(node, np.isfinite(self.costs[node]))
         cheap: tuple[Callable[[int], bool], ...] = (
@@ -140,15 +135,14 @@ class ReducedProblem:
                     self._drop_dominated_choices(node)
 
     def keep(self, node: int, choices: NDArray[np.bool_]) -> None:
-        """Remove choices of ``node`` from the assignment problem (one choice per node, at the least total cost).
-        ``choices``: a mask over its remaining choices, false for those to remove.
-        """
+        """Remove choices of ``node`` from this assignment problem. ``choices``: a mask over the node's remaining
+        choices, false for those to remove."""
         self._drop_choices(node, choices)
 
     def restore(self, choice: dict[int, int]) -> list[int]:
-        """Return the choice of every node of the original assignment problem (one choice per node, at the least total
-        cost), as an index among the node's original choices. ``choice``: for each node i that was left to solve, an
-        index into ``costs[i]``, the costs of its remaining choices."""
+        """Return the choice of every node of the original assignment problem (one choice per node at minimum cost), as
+        an index among the node's original choices. ``choice``: index i of a node that was left to solve -> index into
+        ``costs[i]``, the costs of its remaining choices."""
         full = {node: int(self.alive[node][index]) for node, index in choice.items()}
         for step in reversed(self._undo):
             where = tuple(
@@ -160,10 +154,10 @@ class ReducedProblem:
     # -- steps: each returns whether it changed the node, which is then looked at again ---------------------------
 
     def _normalise_tables(self, node: int) -> bool:
-        """Simplify the cost tables of ``node`` of the assignment problem (one choice per node, at the least total cost)
-        that changed since the last call. A table has the costs of pairs of choices of ``node`` and a neighbour. The
-        minimum of each row and column is moved into the cost of the single choice. Then tables of zeros, and choices of
-        infinite cost, are dropped. Return whether choices of ``node`` were dropped."""
+        """Simplify the cost tables of ``node`` that changed since the last call. A table has the costs of pairs of
+        choices of ``node`` and a neighbour. The minimum of each row and column is moved into the cost of the single
+        choice. Then tables of zeros, and choices of infinite cost, are dropped. Return whether choices of ``node`` were
+        dropped."""
         changed, self._changed[node] = self._changed[node], {}
         for other in changed:
             if other not in self.tables[node]:
@@ -191,9 +185,8 @@ class ReducedProblem:
         return self._drop_choices(node, np.isfinite(self.costs[node]))
 
     def _fix_forced_choice(self, node: int) -> bool:
-        """Decide ``node`` of the assignment problem (one choice per node, at the least total cost) if it has a single
-        choice left. The costs of its pairs with each neighbour's choices are added to the costs of these choices, and
-        its resource usage is subtracted from the limits. Return whether this was done."""
+        """If ``node`` has a single choice left, decide it: add the costs of its pairs with each neighbour's choices to
+        the costs of these choices, and subtract its resource usage from the limits. Return whether this was done."""
         if len(self.costs[node]) != 1:
             return False
         for other, table in self.tables[node].items():
@@ -205,11 +198,9 @@ class ReducedProblem:
         return True
 
     def _eliminate_node(self, node: int) -> bool:
-        """Eliminate ``node`` from the assignment problem (one choice per node, at the least total cost) if it has at
-        most two neighbours and uses no limited resource. The least cost of ``node``, given the neighbours' choices, is
-        added to the costs of the one neighbour, or to the table of the pair of neighbours. Return whether this was
-        done; it is not if the table would be too large.
-        """
+        """If ``node`` has at most two neighbours and uses no limited resource, eliminate it: add its least cost, given
+        the neighbours' choices, to the costs of the one neighbour, or to the table of the pair of neighbours. Return
+        whether this was done; it is not if the table would be too large."""
         neighbours = list(self.tables[node])
         if self.usage[node] or len(neighbours) > 2:
             return False
@@ -238,9 +229,9 @@ class ReducedProblem:
         return True
 
     def _follow(self, node: int) -> bool:
-        """Merge ``node`` of the assignment problem (one choice per node, at the least total cost) into a neighbour if
-        each choice of the neighbour allows only one choice of ``node``. The costs and the resource usage of ``node``
-        are then added to those of the neighbour's choices. Return whether there is such a neighbour."""
+        """If each choice of some neighbour allows only one choice of ``node``, merge ``node`` into this neighbour: add
+        its costs and its resource usage to those of the neighbour's choices. Return whether there is such a neighbour.
+        """
         leader = next((j for j, t in self.tables[node].items() if _allows_one_each(t)), None)
         if leader is None:
             return False
@@ -259,10 +250,8 @@ class ReducedProblem:
         return True
 
     def _drop_dominated_choices(self, node: int) -> bool:
-        """Remove choices of ``node`` of the assignment problem (one choice per node, at the least total cost) that are
-        never better than another of its choices, whatever the neighbours choose (Goldstein's criterion). Return whether
-        any was removed.
-        """
+        """Remove the choices of ``node`` that are never better than another of its choices, whatever the neighbours
+        choose (Goldstein's criterion). Return whether any choice was removed."""
         cost, tables = self.costs[node], list(self.tables[node].values())
         if len(cost) > _MAX_CHOICES:
             return False
@@ -313,10 +302,9 @@ class ReducedProblem:
         self._enqueue_node(second)
 
     def _drop_choices(self, node: int, keep: NDArray[np.bool_]) -> bool:
-        """Remove choices of ``node`` from the assignment problem (one choice per node, at the least total cost), and
-        return whether any was removed. ``keep``: a mask over its remaining choices, false for those to remove. Raise
-        :class:`InfeasibleAssignmentError` if none is left.
-        """
+        """Remove choices of ``node`` from this assignment problem, and return whether any was removed. ``keep``: a mask
+        over the node's remaining choices, false for those to remove. Raises :class:`InfeasibleAssignmentError` if none
+        is left."""
         left = np.count_nonzero(keep)
         if left == len(keep):
             return False
@@ -337,11 +325,9 @@ class ReducedProblem:
         return True
 
     def _check_row(self, row: int) -> None:
-        """Simplify a resource limit of the assignment problem (one choice per node, at the least total cost): subtract
-        what each node uses under all of its choices, remove choices that exceed the limit alone, and remove the limit
-        if it cannot be exceeded. ``row``: the index of the limit. Raise :class:`InfeasibleAssignmentError` if it is
-        always exceeded.
-        """
+        """Simplify a resource limit: subtract what each node uses under all of its choices, remove choices that exceed
+        the limit alone, and remove the limit if it cannot be exceeded. ``row``: the index of the limit. Raises
+        :class:`InfeasibleAssignmentError` if the limit is always exceeded."""
         for node in list(self.members[row]):
             usage = self.usage[node][row]
             least = float(usage.min())
@@ -369,10 +355,9 @@ class ReducedProblem:
             self._enqueue_node(node)
 
     def _finish_node(self, step: _Function) -> None:
-        """Mark a node of the assignment problem (one choice per node, at the least total cost) as decided, and remove
-        its cost tables and resource usage. ``step``: the node, and its choice as a function of its neighbours' choices;
-        it is stored, so that the choice can be restored later.
-        """
+        """Mark a node of this assignment problem as decided, and remove its cost tables and resource usage. ``step``:
+        the node, and its choice as a function of its neighbours' choices; it is stored, so that the choice can be
+        restored later."""
         node = step.node
         self._done[node] = True
         self._undo.append(step)
@@ -385,10 +370,10 @@ class ReducedProblem:
 
 
 def _compare_allowed_choices(possible: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return a boolean matrix about the choices of a node of an assignment problem (one choice per node). Its entry
-    ``[p, q]`` is true if choice ``p`` allows some choice of a neighbour that choice ``q`` does not allow. ``possible``:
-    a boolean matrix with a row for each choice of the node and a column for each choice of its neighbours, true if the
-    two are allowed together. BLAS is not used, because its threads wait for each other."""
+    """Return a boolean matrix for the choices of one node. Entry ``[p, q]`` is true if choice ``p`` allows some choice
+    of a neighbour that choice ``q`` does not allow. ``possible``: a boolean matrix with a row for each choice of the
+    node and a column for each choice of its neighbours, true if the two are allowed together. BLAS is not used, because
+    its threads wait for each other."""
     packed = np.packbits(possible, axis=1)
     narrower: NDArray[np.bool_]
     if len(packed) * packed.size <= _ALWAYS_COMPARED:
@@ -402,8 +387,7 @@ def _compare_allowed_choices(possible: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 def _subtract_tables(values: Table, least: Table) -> Table:
     """Return ``values - least``, tables of costs that may contain infinities. Differences that are only rounding errors
-    become 0. Infinite entries of ``least`` count as 0.
-    """
+    become 0. Infinite entries of ``least`` are treated as 0."""
     rest = values - np.where(least < np.inf, least, 0.0)
     np.putmask(rest, np.abs(rest) < 1e-14 * np.abs(values), 0.0)  # false where both are infinite
     return rest

@@ -87,9 +87,8 @@ class BlockWork:
     ``kept``: the least bytes that are saved for the backward. ``carried``: bytes held between the two halves of a split
     backward (gradients of inputs, then gradients of weights). ``input_bytes``, ``output_bytes``: bytes of each input
     and output. ``output_grads``: for each output, whether it receives a gradient. ``over_ranks``: the work under
-    context parallelism (``cp`` > 1), where repeated key and value heads are read only once; ``None``: the same as
-    without it.
-    """
+    context parallelism (``cp`` > 1), where repeated key and value heads are read only once; ``None``: context
+    parallelism does not change the work."""
 
     forward: BlockCallTime
     backward: BlockCallTime
@@ -102,11 +101,10 @@ class BlockWork:
     over_ranks: BlockWork | None = None
 
     def at(self, share: float, tp: int, several: bool = True, ep: int = 1, cp: int = 1) -> CallCost:
-        """Return a lower bound on the cost of one call of a block (such as a layer) on one of ``tp`` ranks. ``tp``,
-        ``ep``, ``cp``: number of ranks along these mesh axes. ``share``: the rank's fraction of the batch; with ``cp``
-        ranks that share a sequence, it is already divided by ``cp``. ``several``: whether the microbatch has more than
-        one sample.
-        """
+        """Return a lower bound on the cost of one call of a block (such as a layer) on one rank. ``tp``, ``ep``,
+        ``cp``: number of ranks along these mesh axes. ``share``: the rank's fraction of the batch; if ``cp`` ranks
+        share a sequence, ``share`` is already divided by ``cp``. ``several``: whether the microbatch has more than one
+        sample."""
         if cp > 1 and self.over_ranks is not None:
             return self.over_ranks.at(share, tp, several, ep)
         scale = share / tp
@@ -138,10 +136,9 @@ class Works:
     whether products with weights are in fp8. ``fused_casts``: whether the kernel in front of a product writes the
     product's operand in fp8, so that no separate cast is needed. ``how``: the operators that selective recomputation
     may run again in the backward: ``"scores"`` (attention scores), ``"selective"`` (also other large results that take
-    little time) or ``"alternate"`` (also every second matrix product); ``None``: nothing. ``fused_kernels``: whether a
-    compiler merges operators. If so, an operator that it can merge counts only with the memory traffic that no merging
-    avoids.
-    """
+    little time) or ``"alternate"`` (also every second matrix product); ``None``: no operators. ``fused_kernels``:
+    whether a compiler merges operators. If so, for an operator that can be merged, only the memory traffic is counted
+    that no merging avoids."""
 
     blocks: Mapping[str, Block]
     device: DeviceType
@@ -180,17 +177,16 @@ def block_work(
     fused_casts: bool = False,
     fused_kernels: bool = False,
 ) -> BlockWork:
-    """Return lower bounds on the seconds and bytes of one call of ``block`` (a piece of the model, such as a layer), a
-    graph for the whole batch, on ``device``. ``train``: whether the call has a backward. ``fp8``: whether products with
-    weights are in fp8. ``fused_casts``: whether the kernel in front of a product writes the product's operand in fp8,
-    so that no separate cast is needed. ``fused_kernels``: whether a compiler merges operators. If so, an operator that
-    it can merge counts only with the memory traffic that no merging avoids.
+    """Return lower bounds on the seconds and bytes of one call of ``block`` (a piece of the model, such as a layer) on
+    ``device``. The graph of ``block`` is for the whole batch. ``train``: whether the call has a backward. ``fp8``:
+    whether products with weights are in fp8. ``fused_casts``: whether the kernel in front of a product writes the
+    product's operand in fp8, so that no separate cast is needed. ``fused_kernels``: whether a compiler merges
+    operators. If so, for an operator that can be merged, only the memory traffic is counted that no merging avoids.
 
     ``how``: the operators that selective recomputation may run again in the backward: ``"scores"`` (attention scores),
     ``"selective"`` (also other large results that take little time) or ``"alternate"`` (also every second matrix
-    product); ``None``: nothing. For the lower bound, these results need no memory between forward and backward, and the
-    recomputation takes no time.
-    """
+    product); ``None``: no operators. For the lower bound, the results of these operators need no memory between forward
+    and backward, and their recomputation takes no time."""
     options = device, train, fp8, how, fused_casts, fused_kernels
     found = _block_work(_copy_block_graph(block), *options)
     once = _copy_block_graph(block)
@@ -208,17 +204,12 @@ def _block_work(
     fused_casts: bool,
     fused_kernels: bool,
 ) -> BlockWork:
-    """Return lower bounds on the seconds and bytes of one call of ``block`` (a piece of the model, such as a layer), a
-    graph for the whole batch, on ``device``. ``train``: whether the call has a backward. ``fp8``: whether products with
-    weights are in fp8. ``fused_casts``: whether the kernel in front of a product writes the product's operand in fp8.
-    ``fused_kernels``: whether a compiler merges operators. If so, an operator that it can merge counts only with the
-    memory traffic that no merging avoids.
-
-    ``how``: the operators that selective recomputation may run again in the backward: ``"scores"`` (attention scores),
-    ``"selective"`` (also other large results that take little time) or ``"alternate"`` (also every second matrix
-    product); ``None``: nothing. For the lower bound, these results need no memory between forward and backward, and the
-    recomputation takes no time.
-    """
+    """Return lower bounds on the seconds and bytes of one call of ``block`` (a piece of the model, such as a layer) on
+    ``device``, without the separate work under context parallelism. ``train``: whether the call has a backward.
+    ``fp8``: how operands of products with weights are scaled to fp8; ``None``: they are not in fp8. ``fused_casts``:
+    whether the kernel in front of a product writes the product's operand in fp8. ``how``: the operators that selective
+    recomputation may run again in the backward, such as ``"scores"`` (attention scores); ``None``: no operators.
+    ``fused_kernels``: whether a compiler merges operators."""
     fused = fuse_bias(block)
     states, learned = set(block.states), learned_nodes(fused)
     short = products_in_fp8(fused, "tensor", expert_region(fused)) if fp8 else frozenset[fx.Node]()
@@ -276,12 +267,11 @@ def _block_work(
 def _take_bytes(kernels: Sequence[Kernel], num_bytes: float) -> list[Kernel]:
     """Return a lower bound on the memory traffic of one operator that a compiler merges with others, as a list of at
     most one kernel. ``kernels``: the operator's kernels if it is not merged. ``num_bytes``: a lower bound on the bytes
-    that it moves if it is merged.
+    that the operator moves if it is merged.
 
     The returned kernel moves ``num_bytes``, or the bytes of ``kernels`` without weights if these are fewer, at the rate
-    of the fastest kind of kernel. It has no launches, because merged operators share them. The list is empty if no
-    bytes are left.
-    """
+    of the fastest kind of kernel. It has no launches, because merged operators share them. If no bytes are left, the
+    list is empty."""
     moved = min(num_bytes, sum(k.num_bytes - k.state_bytes for k in kernels))
     return [Kernel(_MERGED, moved, launches=0, learned=all(k.learned for k in kernels))] if moved else []
 
@@ -297,13 +287,12 @@ def _subtract_least_traffic(kernels: Sequence[Kernel], least: Sequence[Kernel]) 
 
 def _least_kept(block: Block, train: bool, how: Remade | None) -> SavedBytes:
     """Return lower bounds on the memory that one call of ``block`` (a piece of the model, such as a layer) needs and
-    keeps for the backward. They hold with and without selective recomputation: each field has the smaller value of the
-    two cases.
+    keeps for the backward. They are valid with and without selective recomputation: each field has the smaller value of
+    the two cases.
 
     ``how``: the operators that selective recomputation runs again in the backward: ``"scores"`` (attention scores),
     ``"selective"`` (also other large results that take little time) or ``"alternate"`` (also every second matrix
-    product); ``None``: selective recomputation is excluded. ``train``: whether the call has a backward.
-    """
+    product); ``None``: selective recomputation is excluded. ``train``: whether the call has a backward."""
     kept = kept_by(block, train, copies=False)
     if how is None or not train:
         return kept
@@ -328,8 +317,8 @@ def _for_inputs(kernels: Sequence[Kernel]) -> list[Kernel]:
 
 def _bound_kernel_seconds(kernels: Sequence[Kernel], spared: Sequence[Kernel], device: DeviceType) -> BlockCallTime:
     """Return lower bounds on the seconds of ``kernels`` on ``device``, divided into parts: kernel launches, work that
-    grows with the batch, and reading and writing of weights. ``spared``: the kernels of copies and sums that a sharded
-    graph may not need."""
+    grows with the batch, and reading and writing of weights. ``spared``: further kernels, of copies and sums that a
+    sharded graph may not need; their seconds form a part of their own."""
     batch = weights = 0.0
     best = device.memory_bandwidth * max(device.memory_efficiency.values(), default=1.0)
     for kernel in kernels:

@@ -250,7 +250,7 @@ class ModelBounds:
         self, candidates: Sequence[MeshCandidate], known: Mapping[Hashable, Seconds]
     ) -> NDArray[np.float64]:
         """Return known lower bounds on the seconds of each block (such as a layer) in each of ``candidates``, for one
-        microbatch, as an array of shape ``[2, blocks, candidates]``; 0 where none is known. The first dim is forward
+        microbatch, as an array of shape ``[2, blocks, candidates]``; 0 if no bound is known. The first dim is forward
         and backward; blocks are in the order in which the model first calls them. ``known``: (``tp``, ``cp``, ``ep``,
         ``etp``, microbatch size) -> block name -> (forward seconds, backward seconds). ``candidates``: combinations of
         mesh sizes, microbatch size, schedule and ZeRO stage."""
@@ -309,8 +309,9 @@ class ModelBounds:
     def _group_device_speeds(self, candidate: MeshCandidate, speeds: Vector) -> GroupSpeeds:
         """Return upper bounds on the speeds with which groups of ranks do the work of ``candidate``: the distinct
         speeds, fastest first, the number of groups of each, and the number of pipelines that all groups form. A group
-        is the ranks that wait for each other in every microbatch: those of ``tp`` and ``cp``, or all ranks of a stage.
-        ``speeds``: speed of each device type relative to the best one."""
+        consists of the ranks that wait for each other in every microbatch: the ranks of ``tp`` and ``cp``, or all ranks
+        of a stage. ``speeds``: speed of each device type relative to the best one. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage."""
         apart = self.may_differ(candidate)
         size = candidate.tp * candidate.cp if apart else self.topology.num_devices // candidate.pp
         return pool_of(speeds, self._kinds.counts, size, candidate.dp if apart else 1)
@@ -351,8 +352,8 @@ class ModelBounds:
         return ends[:, 0] + np.where([p.pp == 1 for p in candidates], exposed, 0.0)
 
     def _bound_end_seconds(self, candidate: MeshCandidate) -> tuple[float, float]:
-        """Return lower bounds in seconds on the optimizer's update and on the gradient reduction of ``candidate``. The
-        reduction is that of all stages, one after the other; it counts as 0 with several stages if all placements
+        """Return two lower bounds in seconds for ``candidate``: on the optimizer's update, and on the gradient
+        reduction of all stages, one after the other. With several stages, the second is 0 if all placements
         (assignments of ranks to devices) are known, because other bounds are tighter there. Results are cached.
         ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         key = BY_STATES(candidate)
@@ -366,12 +367,12 @@ class ModelBounds:
     def _bound_drain_seconds(self, candidates: Sequence[MeshCandidate], ahead: Vector, back: Vector) -> Vector:
         """Return a lower bound in seconds on the step of each candidate, shape ``[candidates]``: the mean over the
         stages of their computation, plus the part of their gradient reduction that the last backward cannot hide. A
-        stage can begin to reduce its gradients at the start of its last backward. The gradient reduction counts as 0
+        stage can begin to reduce its gradients at the start of its last backward. The gradient reduction is taken as 0
         with a single stage, with several virtual stages on a rank, or if all placements (assignments of ranks to
         devices) are known; other bounds are tighter there.
 
         ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage. ``ahead``, ``back``:
-        forward and backward seconds of one microbatch through all block calls (such as layers), by candidate.
+        forward and backward seconds of one microbatch through all block calls (such as layers), shape ``[candidates]``.
         """
         is_reduced = [self.train and p.pp > 1 and p.virtual_stages == 1 for p in candidates]
         reduced = np.array(
@@ -392,9 +393,8 @@ class ModelBounds:
 
     def _bound_reduction_seconds(self, candidate: MeshCandidate) -> float:
         """Return a lower bound in seconds on reducing the gradients of all stages of ``candidate``, one stage after the
-        other. Gradients of experts are left out if ``ep`` > 1. ``candidate``: mesh sizes, microbatch size, schedule and
-        ZeRO stage.
-        """
+        other. If ``ep`` > 1, gradients of experts are left out. ``candidate``: mesh sizes, microbatch size, schedule
+        and ZeRO stage."""
         experts = self.experts if candidate.ep > 1 else ()
         states = self.share_of_states
         return self._reduced.seconds(candidate, lambda: (c for n, c in states(candidate).items() if n not in experts))
@@ -415,9 +415,8 @@ class ModelBounds:
     @cached_property
     def _placed_states(self) -> list[tuple[StateCost, bool]]:
         """Return the bytes of all parameters and buffers that are read by block calls (such as layers) which can be
-        distributed over stages, as pairs (cost, whether it belongs to experts). To have few entries, costs that differ
-        only in their bytes are added up in one.
-        """
+        distributed over stages, as pairs (cost, whether it belongs to experts). Costs that differ only in their bytes
+        are added up to one, so that there are few pairs."""
         names = dict.fromkeys(name for c in self.model.calls if not c.shared and not c.prologue for name in c.states)
         return [
             (cost, expert)
@@ -491,11 +490,10 @@ class ModelBounds:
     def refine(self, candidate: MeshCandidate, floor: BlockLowerBound | None = None) -> float:
         """Return a lower bound in seconds on the step time of ``candidate``. Unlike the quicker bound of :meth:`times`,
         it considers memory and how block calls (such as layers) can be cut into stages, so it is at least as tight.
-        ``floor``: known lower bounds on the seconds of each block, such as those of an actual sharding; ``None``: those
-        of unsharded blocks are used. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        ``floor``: known lower bounds on the seconds of each block, such as those of an actual sharding; ``None``: the
+        bounds of the unsharded blocks are used. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
 
-        Raises :class:`CapacityError` or :class:`PlanError` if no plan can exist.
-        """
+        Raises :class:`CapacityError` or :class:`PlanError` if no plan can exist."""
         bound = float(self.times([candidate])[0])
         if not is_plain(candidate.schedule, candidate.virtual_stages):  # a rank's calls are not consecutive
             return bound
@@ -642,7 +640,7 @@ class ModelBounds:
 
     def with_floor(self, candidates: Sequence[MeshCandidate], floor: BlockLowerBound, *, shared: bool = False) -> float:
         """Return a lower bound in seconds on the step of every one of ``candidates``, which differ only in their ZeRO
-        stage. ``floor``: lower bounds on the seconds of each block (such as a layer) in them. ``candidates``:
+        stage. ``floor``: lower bounds on the seconds of each block (such as a layer) of the candidates. ``candidates``:
         combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
 
         ``shared``: whether to bound the busiest rank by an even share of the work alone, and to ignore that each block

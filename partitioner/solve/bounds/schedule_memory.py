@@ -94,8 +94,7 @@ class RankCapacity:
 
     ``capacity``: usable bytes of each rank. ``states``: bytes of parameters, gradients and optimizer states on all
     ranks together. ``shares``: for each rank, an upper bound on the activation bytes of one microbatch per byte of
-    memory for activations; it is below 1 if the rank holds several microbatches at a time.
-    """
+    memory for activations; below 1 if the rank has several microbatches in flight."""
 
     shares: NDArray[np.float64]
     capacity: float
@@ -106,10 +105,9 @@ class RankCapacity:
         together, if the calls of each rank take at most ``limit_s`` seconds per microbatch. ``needed``: bytes and
         seconds of all block calls (such as layers).
 
-        With a time limit, a rank may be unable to fill its memory with activations. For an upper bound, parameters and
-        optimizer states are first put into such unused memory, and the rest of them on the ranks where a byte of memory
-        holds the least activations.
-        """
+        With a time limit, a rank may be unable to fill its memory with activations. For an upper bound, such unused
+        memory is first filled with parameters and optimizer states. The rest of them is put on the ranks where a byte
+        of memory holds the least activations."""
         most = needed.within(limit_s)
         over = float(np.maximum(0.0, self.capacity - most / self.shares).sum())
         rest = max(0.0, self.states - over) * float(self.shares.min())

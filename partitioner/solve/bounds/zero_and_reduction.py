@@ -120,12 +120,11 @@ class Gathers:
 
     def add_to_costs(self, costs: Mapping[str, CallCost], candidate: MeshCandidate) -> dict[str, CallCost]:
         """Return ``costs``, lower bounds on the costs of a call of each block (such as a layer), with the gathers of
-        weights and scatters of gradients of ``candidate`` under ZeRO-3. ``candidate``: mesh sizes, microbatch size,
-        schedule and ZeRO stage.
+        weights and scatters of gradients of ``candidate`` under ZeRO-3 added. ``candidate``: mesh sizes, microbatch
+        size, schedule and ZeRO stage.
 
-        Full recomputation of a call waits for no gathers of its own, and hides some of those of backward. It therefore
-        adds fewer seconds than the forward takes with its gathers.
-        """
+        If full recomputation and backward share one gather of the weights, recomputation can hide a part of this
+        gather. It then adds fewer seconds than the forward takes with its gathers."""
         gathers, copies = self.floor(candidate)
         return {
             name: self._add_to_cost(cost, gathers[name], copies[name]) if name in gathers else cost
@@ -252,8 +251,9 @@ class Gathers:
 
 
 def _list_blocks_with_backward(model: FoldedModel) -> frozenset[str]:
-    """Return the names of the blocks (such as layers) that may have a backward. Calls in front of the first one that
-    reads a trained parameter have none; their blocks are left out. ``model``: the model as calls of blocks."""
+    """Return the names of the blocks (such as layers) that may have a backward. Calls in front of the first call that
+    reads a trained parameter have no backward, so their blocks are left out. ``model``: the model as calls of blocks.
+    """
     placed = [call for call in model.calls if not call.shared and not call.prologue]
     trained = [any(model.states[name].requires_grad for name in call.states) for call in placed]
     first = trained.index(True) if any(trained) else len(placed)
@@ -294,12 +294,11 @@ class LeastReduced:
 
     def seconds(self, candidate: MeshCandidate, states: Callable[[], Iterable[StateCost]]) -> float:
         """Return a lower bound in seconds on reducing the gradients of all stages, one stage after the other. The bound
-        is 0 with one replica, under ZeRO-3 (where gradients are scattered block by block instead) and under hybrid
-        sharding, where a reduction inside nodes may take next to no time.
+        is 0 with one replica, under ZeRO-3 (which scatters gradients block by block) and under hybrid sharding (where a
+        reduction inside nodes may take next to no time).
 
         ``candidate``: the mesh sizes, the schedule and the ZeRO stage. ``states``: a function that returns lower bounds
-        on the bytes of the parameters on a rank.
-        """
+        on the bytes of the parameters on a rank."""
         if (
             candidate.replicas == 1 or candidate.zero == 3 or candidate.dp_shard
         ):  # a reduction within nodes may take next to no time

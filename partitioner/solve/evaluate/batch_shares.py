@@ -84,8 +84,8 @@ class BatchSharing:
 
     def is_free(self, machine: PlacedMesh) -> bool:
         """Return whether ranks of ``dp`` may have different numbers of microbatches on the placement ``machine`` (a
-        topology with the mesh laid over it), and may gain by it: neither a constraint nor the candidate fixes the
-        numbers, and pipelines differ in speed."""
+        topology with the mesh laid over it), and different numbers may save time: neither a constraint nor the
+        candidate fixes the numbers, and pipelines differ in speed."""
         free = self.constraints.data_shares is None and self.independent
         return free and len(machine.distinct_pipelines) > 1
 
@@ -157,8 +157,7 @@ class BatchSharing:
 
     def least(self, machine: PlacedMesh) -> float:
         """Return a lower bound in seconds on the step of every plan on the placement ``machine`` (a topology with the
-        mesh laid over it), for any division of the batch among pipelines and any cut into stages.
-        """
+        mesh laid over it). It is valid for any division of the batch among pipelines and any cut into stages."""
         key = SameObject(machine)
         if key not in self._least:
             self._least[key] = self._compute_division_lower_bound(machine)
@@ -185,8 +184,8 @@ class BatchSharing:
         return share_out(self.candidate.parts(self.global_batch), seconds, float(self.candidate.pp - 1))
 
     def _compute_division_lower_bound(self, machine: PlacedMesh) -> float:
-        """Compute the lower bound of :meth:`least` for the placement ``machine`` (a topology with the mesh laid over
-        it) without the cache. It is in seconds and holds for any division of the batch among pipelines and any cut into
+        """Compute the lower bound of :meth:`least` in seconds, without the cache: on the step of every plan on the
+        placement ``machine`` (a topology with the mesh laid over it), for any division of the batch and any cut into
         stages."""
         candidate, num_microbatches = self.candidate, self.candidate.num_microbatches(self.global_batch)
         overlap = self.constraints.overlap_steps

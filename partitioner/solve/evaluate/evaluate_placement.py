@@ -111,8 +111,8 @@ class ShareRecord:
 
     def tell(self, steps: Mapping[Shares, float]) -> None:
         """Record how fast several divisions of the batch were on one placement (assignment of ranks to devices), so
-        that slow divisions can be recognised later. ``steps``: a division of the batch (the number of microbatches of
-        each rank of ``dp``) -> seconds of a step with it, for each division that was tried."""
+        that slow divisions can be recognised later. ``steps``: the number of microbatches of each rank of ``dp`` ->
+        seconds of a step with this division of the batch, for each division that was tried."""
         best = min(steps.values(), default=math.inf)
         for kind, step in {tuple(sorted(shares)): step for shares, step in steps.items()}.items():
             self._ratios[kind].append(step / best)
@@ -131,17 +131,17 @@ class PlacementEvaluator:
     is an assignment of ranks to devices, and the step time of this plan.
 
     - ``job``: the model, batch, cluster and constraints. ``local``: the graphs of one rank. ``costs``: the costs of
-      their block calls (such as layers) by device. ``states``: the costs of its parameters and buffers, by name.
+      their block calls (such as layers) by device. ``states``: the costs of the rank's parameters and buffers, by name.
     - ``reference``: the profile of a rank (device, speed and groups) that the sharding was optimized for.
     - ``check``: function of an estimate and a placement, which raises :class:`CapacityError` if hosts lack memory for
       offloaded data.
     - ``proven``: whether to compute tight lower bounds too. ``improved``: whether to search also for cuts with less
       idle time in the pipeline. ``cutoff_s``: plans that take at least this many seconds per step are of no interest;
       each plan that is found lowers it.
-    - ``record``: which divisions of the batch were fast on other placements, also on those of other candidates that
-      share it.
-    - ``lower_bounds``: for each evaluated placement that has a plan, a lower bound in seconds on all of its plans.
-      ``asked``: the placements that were evaluated so far, by identity.
+    - ``record``: which divisions of the batch were fast on other placements; candidates that differ only in ZeRO share
+      one record.
+    - ``lower_bounds``: for each evaluated placement that has a plan, a lower bound in seconds on the step of all plans
+      on it. ``asked``: the placements that were evaluated so far, by identity.
     """
 
     job: Job

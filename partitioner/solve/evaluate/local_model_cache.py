@@ -44,9 +44,9 @@ _LEAST_ROUNDS = 2
 @dataclass
 class LocalModels:
     """The local models of a job: the sharded graphs that one rank runs for one microbatch. Each is computed when it is
-    first needed. If sharding takes long, a forked process computes in advance those that were announced in the queue
-    :attr:`ahead`. ``job``: the model, batch, cluster and constraints. ``placements``: finds the placements (assignments
-    of ranks to devices) of a mesh."""
+    first needed. If sharding takes long, a forked process computes models that were announced in the queue
+    :attr:`ahead` in advance. ``job``: the model, batch, cluster and constraints. ``placements``: finds the placements
+    (assignments of ranks to devices) of a mesh."""
 
     job: Job
     placements: Placements

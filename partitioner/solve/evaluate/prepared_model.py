@@ -119,13 +119,12 @@ class PreparedModel:
     def _of_groups(self, global_batch: int | None, size: int, constraints: Constraints, device: str) -> Work:
         """Return three values for a model whose samples interact within groups, such as in a contrastive loss or in
         batch norm: the model as calls of blocks (such as layers), the layouts that split its batch, and the global
-        batch size. Its graphs are for one group of ``size`` samples, and its loss is that group's part of the mean over
+        batch size. The graphs are for one group of ``size`` samples, and the loss is that group's part of the mean over
         all groups.
 
-        ``global_batch``: number of samples of a step; ``None``: as many as the inputs have. ``constraints``: the
-        user's; with them it is checked that the batch is a whole number of groups. ``device``: the device type to
-        capture for, such as ``"cpu"``.
-        """
+        ``global_batch``: number of samples of a step; ``None``: as many as the inputs have. ``constraints``: the user's
+        constraints, which check that the batch is a whole number of groups. ``device``: the device type to capture for,
+        such as ``"cpu"``."""
         given, dims = find_batch_dims(self.model, self.inputs)
         batch = given if global_batch is None else global_batch
         constraints.check_groups(batch)

@@ -137,10 +137,9 @@ def _list_group_nestings(topology: Topology, mesh: Mapping[str, int], order: Int
 
 
 def _list_device_orders(topology: Topology, size: int) -> Iterator[Ints]:
-    """Yield arrays of all device indices of ``topology``, in several orders. Each ``size`` consecutive devices of an
-    order form a group. Devices that are similar, or near each other in the network, are beside each other. The orders
-    sort by different features (speed, memory, bandwidth), ascending or descending.
-    """
+    """Yield arrays of all device indices of ``topology``, in several orders, which sort by different features (speed,
+    memory, bandwidth), ascending or descending. In each order, devices that are similar, or near each other in the
+    network, are neighbours, and each ``size`` consecutive devices form a group."""
     features = _measure_device_features(topology)
     by_node = np.array([features[topology.node_of == node].min(axis=0) for node in range(topology.num_nodes)])
     near = np.array([storey.joined for storey in reversed(topology.storeys)]).reshape(-1, topology.num_devices)

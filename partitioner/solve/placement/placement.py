@@ -37,9 +37,9 @@ T = TypeVar("T")
 
 def least_of(attempts: Sequence[Callable[[], tuple[float, T]]]) -> tuple[float, T]:
     """Call all ``attempts``, functions that return a pair (cost, result), and return the pair with the least cost, the
-    first one if several are equal. Functions that raise :class:`PartitionError` are skipped. If all of them do, raise
-    the :class:`CapacityError` with the fewest missing bytes, or else the first error.
-    """
+    first one if several are equal. Functions that raise :class:`PartitionError` are skipped. If all functions raise it,
+    raise the :class:`CapacityError` with the fewest missing bytes, or the first error if there is no error of this
+    class."""
     best: tuple[float, T] | None = None
     errors: list[PartitionError] = []
     for attempt in attempts:
@@ -56,8 +56,7 @@ def least_of(attempts: Sequence[Callable[[], tuple[float, T]]]) -> tuple[float, 
 
 def find_least_shortage(errors: Sequence[PartitionError]) -> PartitionError:
     """Return the error in ``errors`` that is most useful for the user: the :class:`CapacityError` with the fewest
-    missing bytes of memory or, if there is none of this class, the first error.
-    """
+    missing bytes of memory. If there is no error of this class, return the first error."""
     short = [error for error in errors if isinstance(error, CapacityError)]
     return min(short, key=lambda error: error.missing_bytes) if short else errors[0]
 

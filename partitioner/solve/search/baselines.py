@@ -60,10 +60,9 @@ _NONE: Mapping[str, Baseline] = {}
 
 @dataclass(frozen=True)
 class LayoutFamily:
-    """The layouts of one kind, such as ZeRO-3, among which an expert would choose the best; the report compares the
-    plan with it. ``candidates``: the layouts (mesh sizes, microbatch size, schedule and ZeRO stage). ``bounds``:
-    computes lower bounds on their step times. ``space``: the search space from which they were listed.
-    """
+    """The layouts of one kind, such as ZeRO-3, of which the report compares the best one with the plan. ``candidates``:
+    the layouts (mesh sizes, microbatch size, schedule and ZeRO stage). ``bounds``: computes lower bounds on their step
+    times. ``space``: the search space from which they were listed."""
 
     candidates: tuple[MeshCandidate, ...]
     bounds: ModelBounds
@@ -72,7 +71,7 @@ class LayoutFamily:
     def promising(self, most_s: float) -> list[MeshCandidate]:
         """Return the layouts of this family (all variants of a well-known layout, such as ZeRO-3) that are worth
         planning: by their lower bounds, they may fit in memory and take less than ``most_s`` seconds per step. They are
-        in the order in which to plan them. First comes the best layout of each combination of ``pp``, ``tp`` and
+        in the order in which they should be planned: first the best layout of each combination of ``pp``, ``tp`` and
         ``cp``, then the others; each of these two parts is in increasing order of expected time."""
         if not self.candidates:
             return []
@@ -109,9 +108,8 @@ class LayoutFamily:
 
     def interleaved(self, candidate: MeshCandidate) -> list[MeshCandidate]:
         """Return variants of ``candidate`` (mesh sizes, microbatch size, schedule and ZeRO stage) under the interleaved
-        schedule, with several virtual stages on each rank; those with about 8 of them come first. The list is empty if
-        the candidate has no pipeline or is not under 1F1B.
-        """
+        schedule, with several virtual stages on each rank; variants with about 8 virtual stages come first. The list is
+        empty if the candidate has no pipeline or is not under 1F1B."""
         if candidate.pp == 1 or candidate.schedule != "1f1b" or not self.space.train:
             return []
         several = [p for p in several_stages(self.space, candidate) if p.schedule == "interleaved"]
@@ -139,10 +137,9 @@ def list_standard_layouts(
 ) -> list[StandardLayout]:
     """Return the well-known layouts with which the report compares the plan (plain data parallelism, ZeRO-3,
     Megatron-LM's). ``space``: the search space (cluster, batch, constraints and sizes of the model). ``candidates``:
-    its candidates. If a layout is not among them because of the user's constraints, it is taken from the space without
-    constraints on the layout and marked as excluded. ``bounds``: computes lower bounds on step time and memory of
-    candidates.
-    """
+    the candidates of the search. ``bounds``: computes lower bounds on step time and memory of candidates. If the user's
+    constraints exclude a layout from ``candidates``, it is taken from the space without constraints on the layout and
+    marked as excluded."""
     wide = replace(space, constraints=unpin_constraints(space.constraints))
     free = bounds.with_constraints(wide.constraints)
     own = best = _find_textbook_layouts(space, candidates, bounds)
@@ -177,10 +174,9 @@ def _find_layout_families(
     space: SearchSpace, candidates: Sequence[MeshCandidate], bounds: ModelBounds
 ) -> dict[str, LayoutFamily]:
     """Return two families of layouts by name, for comparison with the plan: ZeRO-3 layouts with as many data-parallel
-    ranks as the batch allows, and layouts as Megatron-LM has them (``tp`` inside a node, 1F1B, at most ZeRO-1).
-    ``space``: the search space (cluster, batch, constraints and sizes of the model). ``candidates``: its candidates.
-    ``bounds``: computes lower bounds on them.
-    """
+    ranks as the batch allows, and layouts in the way of Megatron-LM (``tp`` inside a node, 1F1B, at most ZeRO-1).
+    ``space``: the search space (cluster, batch, constraints and sizes of the model). ``candidates``: the candidates of
+    the search. ``bounds``: computes lower bounds on candidates."""
     sharded = [p for p in candidates if p.pp == 1 and p.zero == 3 and not p.dp_shard]
     widest = max((p.dp for p in sharded), default=1)
     sharded = [p for p in sharded if p.dp == widest]
@@ -209,11 +205,11 @@ def _find_textbook_layouts(
 def _list_leaner_candidates(
     space: SearchSpace, candidate: MeshCandidate, known: Collection[MeshCandidate]
 ) -> Iterator[MeshCandidate]:
-    """Yield variants of ``candidate`` that need less memory, to be tried if it does not fit: smaller microbatches, then
-    (if it uses ``tp``) also more pipeline stages. ``space``: the search space (cluster, batch, constraints and sizes of
-    the model). ``known``: the candidates of the search; a variant is yielded only if it is one of them or, if it uses
-    ZeRO, if ``space`` allows it. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-    """
+    """Yield variants of ``candidate`` that need less memory, to be tried if ``candidate`` does not fit: smaller
+    microbatches, then (if ``candidate`` uses ``tp``) also more pipeline stages. ``space``: the search space (cluster,
+    batch, constraints and sizes of the model). ``known``: the candidates of the search. A variant is yielded only if it
+    is in ``known`` or, if it uses ZeRO, if ``space`` allows it. ``candidate``: mesh sizes, microbatch size, schedule
+    and ZeRO stage."""
     for pp in list_divisors(candidate.pp * candidate.dp):
         dp = candidate.pp * candidate.dp // pp
         if pp < candidate.pp or (pp > candidate.pp and candidate.tp == 1) or not space.splits(dp):
@@ -487,9 +483,8 @@ def _build_fit_check(bounds: ModelBounds) -> Callable[[MeshCandidate], bool]:
 
     @cache
     def fits(candidate: MeshCandidate) -> bool:
-        """Return whether ``candidate`` may have a plan: no lower bound shows that it has none, such as for lack of
-        memory. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        """Return whether ``candidate`` may have a plan: no lower bound shows that it has no plan, such as for lack of
+        memory. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         try:
             bounds.check_states(candidate)
             bounds.refine(candidate)

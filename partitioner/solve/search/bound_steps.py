@@ -162,10 +162,10 @@ class BoundCascade:
     def family_bounds(self) -> Sequence[Callable[[Sequence[MeshCandidate], float], float]]:
         """Return the functions that compute a lower bound in seconds on the step times of a family, in the order in
         which they are called. A family is candidates (mesh sizes, microbatch size, schedule) that differ only in ZeRO.
-        The first two use the sharding solved for the largest microbatch. One of them assumes that the work is divided
+        The first two functions use the sharding solved for the largest microbatch. One assumes that the work is divided
         evenly into stages. The other searches the best stages with which the candidate of the family that needs the
-        least memory fits. The last two do the same with the sharding solved for the family's own microbatch size.
-        """
+        least memory fits. The last two functions compute the same bounds with the sharding solved for the family's own
+        microbatch size."""
         return self._bound_even_split, self._bound_least_memory_stages, self._own_even, self._own_lean
 
     @cached_property

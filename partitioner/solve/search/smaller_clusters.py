@@ -191,9 +191,9 @@ UNTRIED_OFFLOAD = (
 
 
 def is_offload_worth_trying(job: Job, estimate: Estimate) -> bool:
-    """Return whether optimizer states in host memory may make the step of the best plan shorter: the user left offload
-    free, hosts have memory for them, and the plan recomputes activations for a noticeable time. ``job``: the planning
-    problem (model, batch, cluster and constraints). ``estimate``: the times of a step of the plan."""
+    """Return whether optimizer states in host memory may make the step of the best plan shorter: the user did not fix
+    offload, hosts have memory for optimizer states, and the plan recomputes activations for a noticeable time. ``job``:
+    the planning problem (model, batch, cluster and constraints). ``estimate``: the times of a step of the plan."""
     free = job.train and job.constraints.offload is None and not job.further_samples
     recomputed = estimate.breakdown.get("recompute", 0.0) >= _RECOMPUTED * estimate.step_time
     return free and recomputed and can_offload(job.topology)

@@ -432,9 +432,8 @@ def _list_schedules(space: SearchSpace, pp: int) -> list[tuple[str | ScheduleTab
 
 
 def _list_searched_schedules(space: SearchSpace) -> list[str]:
-    """Return the names of the schedules to try if the constraints of ``space`` (cluster, batch, constraints and sizes
-    of the model) fix none.
-    """
+    """Return the names of the schedules to try if the user's constraints fix no schedule. ``space``: the search space
+    (cluster, batch, constraints and sizes of the model)."""
     pinned = space.constraints
     if not space.train:
         return ["interleaved" if (pinned.virtual_stages or 1) > 1 else "1f1b"]
@@ -454,11 +453,10 @@ def _chunk_choices(space: SearchSpace, pp: int, schedule: str) -> list[int]:
 
 
 def even_chunks(space: SearchSpace, pp: int) -> list[int]:
-    """Return the numbers of virtual stages on a rank to try, ascending: those with which all stages have equally many
-    layers, and others with which the stages have nearly equally many. If several of these numbers are close to each
-    other, only one of them is returned. Return ``[2]`` if there are none. ``pp``: number of pipeline ranks. ``space``:
-    the search space (cluster, batch, constraints and sizes of the model).
-    """
+    """Return the numbers of virtual stages on a rank to try, ascending: numbers with which all stages have equally many
+    layers, and numbers with which the stages have nearly equally many. If several of these numbers are close to each
+    other, only one of them is returned. If there are no such numbers, return ``[2]``. ``pp``: number of pipeline ranks.
+    ``space``: the search space (cluster, batch, constraints and sizes of the model)."""
     layers, found = space.repeated or space.num_calls, list[int]()
     several = range(2, min(_MOST_CHUNKS, space.num_calls // pp) + 1)
     largest = {chunks: -(-layers // (chunks * pp)) * chunks * pp for chunks in several}
@@ -471,11 +469,10 @@ def even_chunks(space: SearchSpace, pp: int) -> list[int]:
 
 
 def several_stages(space: SearchSpace, candidate: MeshCandidate) -> list[MeshCandidate]:
-    """Return variants of ``candidate`` under schedules with several virtual stages on a rank, without schedules that
-    are as fast as another one and need more memory. If consecutive steps may overlap, a schedule whose idle time the
-    next step fills is included too. ``space``: the search space (cluster, batch, constraints and sizes of the model).
-    ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-    """
+    """Return variants of ``candidate`` under schedules with several virtual stages on a rank. Schedules that are only
+    as fast as another schedule but need more memory are left out. If consecutive steps may overlap, a schedule whose
+    idle time the next step fills is included too. ``space``: the search space (cluster, batch, constraints and sizes of
+    the model). ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
     choices = {"interleaved": even_chunks(space, candidate.pp), **_BESIDE}
     choices |= _OVERLAPPING if space.constraints.overlap_steps else {}
     found = [(name, v) for name, several in choices.items() for v in several if v * candidate.pp <= space.num_calls]
@@ -524,10 +521,10 @@ def _is_for(table: ScheduleTable | None, pp: int, num_microbatches: int) -> bool
 
 
 def _list_zero_options(space: SearchSpace, dp: int, cp: int) -> list[tuple[int, int]]:
-    """Return pairs to try: the ZeRO stage (0: none), and the number of ``dp`` ranks over which parameters, gradients or
-    optimizer states are sharded (0: all of them). Empty if the constraints allow none. ``dp``, ``cp``: sizes of these
-    mesh axes. ``space``: the search space (cluster, batch, constraints and sizes of the model).
-    """
+    """Return the ways of ZeRO sharding to try, as pairs: the ZeRO stage (0: no ZeRO), and the number of ``dp`` ranks
+    over which parameters, gradients or optimizer states are sharded (0: all of them). The list is empty if the
+    constraints allow no way. ``dp``, ``cp``: sizes of these mesh axes. ``space``: the search space (cluster, batch,
+    constraints and sizes of the model)."""
     pinned = space.constraints
     if pinned.dp_shard is not None and dp % pinned.dp_shard:
         return []

@@ -60,10 +60,9 @@ class WarmStart:
 
     def list_first_candidates(self) -> Iterator[MeshCandidate]:
         """Yield the candidates (mesh sizes, microbatch size, schedule and ZeRO stage) that the search evaluates first,
-        so that it soon has a good plan: those of the standard layouts of the report, such as ZeRO-3. For models with
-        experts, textbook layouts with distributed experts follow, and then neighbours of the plans found, because the
-        search itself is slow to find good plans for them.
-        """
+        so that it soon has a good plan: candidates with the standard layouts of the report, such as ZeRO-3. For models
+        with experts, for which the search itself is slow to find good plans, textbook layouts with distributed experts
+        follow, and then neighbours of the plans found."""
         # those without a pipeline are quick to plan, and their plans prune the others
         for standard in sorted(self.standards, key=_begins_with_pipeline):
             if _begins_with_pipeline(standard) and not self.space.experts and math.isinf(self._best_s):
@@ -180,9 +179,8 @@ class WarmStart:
 
     def _list_neighbour_candidates(self, candidate: MeshCandidate) -> Iterator[MeshCandidate]:
         """Yield candidates that differ from ``candidate`` in one number, such as the ZeRO stage, ``tp`` or the
-        microbatch size. Those with the same graphs on a rank come first, because they are quick to plan. ``candidate``:
-        mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        microbatch size. Candidates with the same graphs on a rank come first, because they are quick to plan.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         if candidate.dp > 1:
             yield from (candidate.sharing(zero) for zero in (3, 2, 1, 0))
         for ep in _find_adjacent_numbers(list_divisors(self.space.experts), candidate.ep):

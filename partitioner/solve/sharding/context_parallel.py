@@ -165,8 +165,8 @@ def check_algorithm(model: FoldedModel, num_ranks: int, tp: int, algorithm: Algo
 
 def _explain_algorithm_obstacle(node: fx.Node, num_ranks: int, tp: int, algorithm: str) -> str:
     """Return the reason why the attention ``node`` cannot run by ``algorithm`` (``"ring"``, ``"all_gather"`` or
-    ``"ulysses"``), as the predicate of a sentence; ``""`` if the attention can run by it. ``num_ranks``: size of
-    ``cp``. ``tp``: number of ranks that share the attention heads."""
+    ``"ulysses"``), as the predicate of a sentence; ``""`` if there is no obstacle. ``num_ranks``: size of ``cp``.
+    ``tp``: number of ranks that share the attention heads."""
     query, key = (get_meta_shape(o) for o in operands_of(node)[:2])
     if get_node_argument(node, "dropout_p"):
         return "applies dropout to the attention weights inside the operator"

@@ -83,12 +83,12 @@ class BlockCallTime:
 class BlockWork:
     """The work of one call of a block (such as a decoder layer) for the whole batch on one device.
 
-    ``forward``, ``backward``: seconds in parts. ``inputs``: the part of the backward that computes gradients of inputs.
-    ``kept``: the least bytes that are saved for the backward. ``carried``: bytes held between the two halves of a split
-    backward (gradients of inputs, then gradients of weights). ``input_bytes``, ``output_bytes``: bytes of each input
-    and output. ``output_grads``: for each output, whether it receives a gradient. ``over_ranks``: the work under
-    context parallelism (``cp`` > 1), where repeated key and value heads are read only once; ``None``: context
-    parallelism does not change the work."""
+    ``forward``, ``backward``: seconds, divided into parts such as kernel launches. ``inputs``: the part of the backward
+    that computes gradients of inputs. ``kept``: the least bytes that are saved for the backward. ``carried``: bytes
+    held between the two halves of a split backward (gradients of inputs, then gradients of weights). ``input_bytes``,
+    ``output_bytes``: bytes of each input and output. ``output_grads``: for each output, whether it receives a gradient.
+    ``over_ranks``: the work under context parallelism (``cp`` > 1), where repeated key and value heads are read only
+    once; ``None``: context parallelism does not change the work."""
 
     forward: BlockCallTime
     backward: BlockCallTime
@@ -158,7 +158,7 @@ class Works:
         return [self._bound_blocks_on_device(device) for device in self.types]
 
     def _bound_blocks_on_device(self, device: DeviceType) -> dict[str, BlockWork]:
-        """Return, for the name of each block (such as a layer), lower bounds on the seconds and bytes of one call on
+        """Return name of a block (such as a layer) -> lower bounds on the seconds and bytes of one call on
         ``device``."""
         how = self.fp8, self.how, self.fused_casts, self.fused_kernels
         return {name: block_work(block, device, self.train, *how) for name, block in self.blocks.items()}

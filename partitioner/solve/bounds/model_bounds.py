@@ -122,11 +122,10 @@ def _shard_state_cost(cost: StateCost, expert: bool, candidate: MeshCandidate) -
 
 
 class ModelBounds:
-    """Computes lower bounds on the time and memory of mesh candidates for one model on one topology. The bounds hold
-    for every sharding, placement (assignment of ranks to devices) and cut into stages. ``samples``: the number of
-    samples in the model's graphs. ``job``: the model, batch, cluster and constraints. ``placements``: finds the
-    placements of a mesh; ``None``: a new object is made for the job's topology.
-    """
+    """Computes lower bounds on the time and memory of mesh candidates for one model on one topology. The bounds are
+    valid for every sharding, placement (assignment of ranks to devices) and cut into stages. ``job``: the model, batch,
+    cluster and constraints. ``placements``: finds the placements of a mesh; ``None``: a new object is made for the
+    job's topology. The attribute ``samples``: the number of samples in the model's graphs."""
 
     def __init__(self, job: PlannedJob, placements: Placements | None = None) -> None:
         self.model, self.topology, self.constraints, self.profile = (
@@ -508,15 +507,15 @@ class ModelBounds:
         **how: Unpack[BoundOptions],
     ) -> LeastTime:
         """Return lower bounds on the seconds that one microbatch takes on the stages of ``candidate``. The bounds
-        assume that ``tp`` divides all work and tensors evenly and without collectives, so they hold for every sharding.
+        assume that ``tp`` divides all work and tensors evenly and without collectives, so they are valid for every
+        sharding.
 
-        ``floor``: known lower bounds on the seconds of each block (such as a layer); ``None``: only those of the
+        ``floor``: known lower bounds on the seconds of each block (such as a layer); ``None``: only the bounds of the
         unsharded blocks are known. ``speed``: the speed of the fastest stage relative to the best device type;
         ``None``: it is computed for the candidate. ``gathers``: gives the seconds of the candidate's ZeRO-3
-        collectives; ``None``: they are not counted. ``how``: ``cutoff_s`` (stop when the bound reaches this many
-        seconds) and ``quick`` (leave out very long stages). ``candidate``: mesh sizes, microbatch size, schedule and
-        ZeRO stage. Raises :class:`CapacityError` or :class:`PlanError` if no plan can exist.
-        """
+        collectives; ``None``: they are ignored. ``how``: the options ``cutoff_s`` (stop when the bound reaches this
+        many seconds) and ``quick`` (skip cuts with very long stages). ``candidate``: mesh sizes, microbatch size,
+        schedule and ZeRO stage. Raises :class:`CapacityError` or :class:`PlanError` if no plan can exist."""
         fastest = self.speeds(candidate)[0] if speed is None else speed
         calls = {name: cost.paced(1 / fastest) for name, cost in self.calls(candidate).items()}
         if floor:
@@ -570,10 +569,9 @@ class ModelBounds:
         placement (assignment of ranks to devices).
 
         ``model``: the graphs of one rank. ``calls``: block name -> cost of a call. ``states``: name -> bytes of a
-        parameter or buffer on a rank. ``how``: ``cutoff_s`` (stop when the bound reaches this many seconds) and
-        ``quick`` (leave out very long stages). ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        Raises :class:`CapacityError` or :class:`PlanError` if no plan can exist.
-        """
+        parameter or buffer on a rank. ``how``: the options ``cutoff_s`` (stop when the bound reaches this many seconds)
+        and ``quick`` (skip cuts with very long stages). ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
+        stage. Raises :class:`CapacityError` or :class:`PlanError` if no plan can exist."""
         return least_time(self.problem(candidate, model, calls, states), **how)
 
     def problem(
@@ -585,11 +583,10 @@ class ModelBounds:
         ranks: Sequence[int] = (),
     ) -> StageProblem:
         """Return the problem of cutting the block calls of ``model`` into the candidate's stages, if every stage has
-        the greatest memory of any placement (assignment of ranks to devices). ``calls``: block name -> cost of a call.
-        ``states``: name -> bytes of a parameter or buffer on a rank. ``ranks``: the rank of each virtual stage, if
-        ranks have several; otherwise empty. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        ``model``: the model as calls of blocks; equal layers share one block.
-        """
+        the greatest memory of any placement (assignment of ranks to devices). ``candidate``: mesh sizes, microbatch
+        size, schedule and ZeRO stage. ``model``: the model as calls of blocks; equal layers share one block. ``calls``:
+        block name -> cost of a call. ``states``: name -> bytes of a parameter or buffer on a rank. ``ranks``: the rank
+        of each virtual stage if ranks have several stages; otherwise empty."""
         return stage_problem(
             model,
             calls,
@@ -629,10 +626,9 @@ class ModelBounds:
 
     def forward_s(self, candidate: MeshCandidate, floor: BlockLowerBound | None) -> float:
         """Return a lower bound in seconds on the forward of one microbatch of ``candidate`` through all stages, on the
-        fastest devices. ``floor``: known lower bounds on the seconds of each block (such as a layer), which are used
-        where they are tighter than those of the unsharded block; ``None``: none are known. ``candidate``: mesh sizes,
-        microbatch size, schedule and ZeRO stage.
-        """
+        fastest devices. ``floor``: known lower bounds on the seconds of each block (such as a layer); for each block,
+        the tighter of this bound and the bound of the unsharded block is used. ``None``: no bounds are known.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         fastest, calls, known = self.speeds(candidate)[0], self.calls(candidate), floor.seconds if floor else {}
         return sum(
             n * max(calls[b].forward_s / fastest, known.get(b, (0.0,))[0]) for b, n in self._calls_by_block.items()

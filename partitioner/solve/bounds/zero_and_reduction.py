@@ -132,9 +132,9 @@ class Gathers:
         }
 
     def _add_to_cost(self, cost: CallCost, gathers: tuple[float, float], copies: tuple[float, float]) -> CallCost:
-        """Return ``cost``, the cost of a call of a block (such as a layer), with its ZeRO-3 collectives. ``gathers``:
-        (forward seconds, backward seconds) of the collectives. ``copies``: (forward seconds, backward seconds) of
-        copying gathered weights."""
+        """Return ``cost``, the cost of a call of a block (such as a layer), with the seconds of its ZeRO-3 collectives
+        added. ``gathers``: (forward seconds, backward seconds) of the collectives. ``copies``: (forward seconds,
+        backward seconds) of copying gathered weights."""
         how = self.slowdown, self.overlap, self._once
         hidden = HiddenCollectives(gathers[0], max(0.0, gathers[1] - gathers[0]), 0.0, 0.0, 0.0, *how)
         alone = cost.at_least(cost.forward_total_s + copies[0], cost.backward_total_s + copies[1])
@@ -261,11 +261,10 @@ def _list_blocks_with_backward(model: FoldedModel) -> frozenset[str]:
 
 
 def _read_block_weights(model: FoldedModel, name: str, experts: Collection[str], short_gradients: bool) -> _WeightReads:
-    """Return the bytes of the weights, and of their gradients, that the block (such as a layer) called ``name`` reads,
-    without small weights that ZeRO-3 does not shard. ``experts``: names of the experts' parameters.
-    ``short_gradients``: whether gradients have the dtype of their parameter instead of float32. ``model``: the model as
-    calls of blocks.
-    """
+    """Return the bytes of the weights that the block (such as a layer) called ``name`` reads, and of their gradients,
+    separately for experts and for other weights. Small weights, which ZeRO-3 does not shard, are left out. ``model``:
+    the model as calls of blocks. ``experts``: names of the experts' parameters. ``short_gradients``: whether gradients
+    have the dtype of their parameter instead of float32."""
     block = model.blocks[name]
     placeholders = {node.name: node for node in block.placeholders}
     names = next((call.states for call in model.calls if call.block == name), ())

@@ -103,9 +103,8 @@ def split_of(
 @dataclass
 class ShareRecord:
     """Records which divisions of the batch among the ranks of ``dp`` were fast on the placements (assignments of ranks
-    to devices) of one mesh, so that slow ones need not be evaluated on further placements. A division is a tuple with
-    the number of microbatches of each rank; divisions that are equal after sorting count as one.
-    """
+    to devices) of one mesh, so that slow divisions need not be evaluated on further placements. A division is a tuple
+    with the number of microbatches of each rank; divisions that are equal after sorting are treated as equal."""
 
     _ratios: dict[Shares, list[float]] = field(default_factory=lambda: defaultdict(list))
 
@@ -265,10 +264,9 @@ class PlacementEvaluator:
         self, machine: PlacedMesh, shares: Shares, *, bound_only: bool = False
     ) -> tuple[float, PlacementResult | None, float]:
         """Find the best plan on the placement ``machine`` (a topology with the mesh laid over it) in which the ranks of
-        ``dp`` have the numbers of microbatches ``shares``. Return its step time in seconds, the plan, and a lower bound
-        in seconds on all such plans. ``bound_only``: if that bound is found to reach the cutoff before a plan is
-        priced, return infinity, ``None`` and the bound.
-        """
+        ``dp`` have the numbers of microbatches ``shares``. Return three values: its step time in seconds, the plan, and
+        a lower bound in seconds on the step of all such plans. ``bound_only``: whether to return infinity, ``None`` and
+        the bound if the bound is found to reach the cutoff before a plan is priced."""
         job, candidate = self.job, self.candidate
         costs = self._batch_sharing.by_stage(machine, shares)
         problem, held, shares = self._build_stage_problem(machine, shares, costs)
@@ -314,9 +312,9 @@ class PlacementEvaluator:
     def _build_stage_problem(
         self, machine: PlacedMesh, shares: Shares, costs_by_stage: Sequence[Costs]
     ) -> tuple[StageProblem, Mapping[str, StateCost], Shares]:
-        """Return the problem of cutting block calls (such as layers) into pipeline stages on the placement ``machine``
-        (a topology with the mesh laid over it), without the collectives at the ends of a step. Return also name of a
-        parameter or buffer -> its cost, and the number of microbatches of each rank of ``dp`` (empty if all have
+        """Return three values for the placement ``machine`` (a topology with the mesh laid over it): the problem of
+        cutting block calls (such as layers) into pipeline stages, without the collectives at the ends of a step; name
+        of a parameter or buffer -> its cost; and the number of microbatches of each rank of ``dp`` (empty if all have
         equally many). ``shares``: the requested number of microbatches of each rank of ``dp``. ``costs_by_stage``: for
         each stage, block name -> cost of a call with this division of the batch."""
         job, candidate = self.job, self.candidate
@@ -395,8 +393,10 @@ class PlacementEvaluator:
     def _compute_least_of(
         self, machine: PlacedMesh, shares: Shares, costs_by_stage: Sequence[Costs], cutoff_s: float
     ) -> float:
-        """Compute the lower bound of :meth:`_least_of`, which describes the other arguments, without the cache.
-        ``costs_by_stage``: for each stage, block name -> cost of a call of the block (such as a layer)."""
+        """Compute without a cache a lower bound in seconds on a step on the placement ``machine`` (a topology with the
+        mesh laid over it) if the ranks of ``dp`` have the numbers of microbatches ``shares``; infinite if no cut into
+        stages fits in memory. ``costs_by_stage``: for each stage, block name -> cost of a call of the block (such as a
+        layer). ``cutoff_s``: a bound of this many seconds is tight enough."""
         problem, held, _ = self._build_stage_problem(machine, shares, costs_by_stage)
         try:
             found = least_time(self._set_microbatches_in_flight(problem), cutoff_s, quick=True)
@@ -407,10 +407,10 @@ class PlacementEvaluator:
         return pipeline_s + least_update(problem, held, machine)
 
     def dressed(self, machine: PlacedMesh) -> PlacedMesh:
-        """Return the placement ``machine`` (a topology with the mesh laid over it) with the settings that decide costs.
-        Some are settings of the candidate, such as the ZeRO stage and the distribution of experts; others of the
-        planning problem, such as the precision. Calls with equal arguments return the same object, because other
-        results are cached by its identity."""
+        """Return the placement ``machine`` (a topology with the mesh laid over it) with the settings that decide costs:
+        settings of the candidate, such as the ZeRO stage and the distribution of experts, and settings of the planning
+        problem, such as the precision. Calls with equal arguments return the same object, because other results are
+        cached by the identity of this object."""
         key = SameObject(machine)
         if key not in self._dressed:
             self._dressed[key] = self.job.dressed(machine, self.candidate)

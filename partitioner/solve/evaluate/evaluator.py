@@ -312,20 +312,19 @@ class CandidateEvaluator:
         return local, costs, self.costs.compute_state_costs(self.job, candidate, key, local)
 
     def find_local_costs(self, key: LocalKey, num_microbatches: int) -> tuple[LocalModel, CallCostCache]:
-        """Return the graphs of one rank with the cache key ``key``, and a cache of the costs of their block calls (such
-        as layers) by device. ``num_microbatches``: the number of microbatches of a rank. Raises :class:`PlanError` or
-        :class:`partitioner.passes.errors.UnsupportedError` if the model cannot be sharded in this way.
-        """
+        """Return two values: the graphs of one rank with the cache key ``key``, and a cache of the costs of their block
+        calls (such as layers) by device. ``num_microbatches``: the number of microbatches of a rank. Raises
+        :class:`PlanError` or :class:`partitioner.passes.errors.UnsupportedError` if the model cannot be sharded in this
+        way."""
         local = self.locals.at(key, num_microbatches)
         return local, self.costs.cache_call_costs(self.job, key, local)
 
     def list_stage_costs(self, candidate: MeshCandidate, costs: CallCostCache) -> list[Costs]:
         """Return the distinct call costs that the stages of ``candidate`` have under its possible placements
-        (assignments of ranks to devices). Each entry is a dict: name of a block, such as a layer -> cost of one call.
-        If not all possible placements are known, return instead one dict for each device type, with the best groups
-        that any placement could have, so that lower bounds still hold. ``costs``: the cache from which call costs are
-        taken. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        (assignments of ranks to devices), as a list of dicts: name of a block, such as a layer -> cost of one call. If
+        not all possible placements are known, the list instead has one dict for each device type, with the best groups
+        that any placement could have, so that lower bounds stay valid. ``costs``: the cache from which call costs are
+        taken. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         if not self.placements.complete(candidate.grid):
             return self.list_best_rank_costs(candidate, costs)
         machines = [self.job.dressed(machine, candidate) for machine in self.placements.candidates(candidate.grid)]
@@ -350,9 +349,9 @@ class CandidateEvaluator:
         return [costs.at(RankProfile(*pace, groups), replace(spread, **over)) for pace in self.job.topology.paces[0]]
 
     def _find_local_key(self, candidate: MeshCandidate) -> Wanted:
-        """Return the cache key of the sharded graphs that one rank of ``candidate`` runs for one microbatch, and its
-        number of microbatches. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        """Return two values: the cache key of the sharded graphs that one rank of ``candidate`` runs for one
+        microbatch, and the number of microbatches of the rank. ``candidate``: mesh sizes, microbatch size, schedule and
+        ZeRO stage."""
         num_microbatches = candidate.num_microbatches(self.job.global_batch)
         key = self.locals.key(candidate, candidate.parts(self.job.global_batch), num_microbatches == 1)
         return key, num_microbatches

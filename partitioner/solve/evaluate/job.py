@@ -110,7 +110,7 @@ class Job:
     def expert_batch(self) -> ShardingSolution:
         """Return the layouts that split the batch into microbatches and data-parallel parts if experts are distributed
         over ranks. Ranks with different samples can hold different experts only if the layouts shard the experts' work
-        by rows (tokens). If ``batch`` shards it by rows, or if no layouts can, the result is ``batch``."""
+        by rows (tokens). If the layouts ``batch`` do this, or if no layouts can, the result is ``batch``."""
         if self.constraints.group_size is not None:
             return self.batch  # nothing is cut within a group
         return spread_batch(self.model, self.batch, self.global_batch)

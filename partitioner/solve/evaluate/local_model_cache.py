@@ -113,8 +113,7 @@ class LocalModels:
     @cached_property
     def coupled(self) -> bool:
         """Return whether samples of the batch interact, so that the graphs depend on whether all samples of a rank are
-        one microbatch.
-        """
+        one microbatch. Return ``False`` if a microbatch is one group of interacting samples."""
         if self.job.constraints.group_size is not None:
             return False  # a microbatch is one group, however many the rank has
         batch, samples = self.job.batch, self.job.global_batch
@@ -215,11 +214,10 @@ class LocalModels:
     def find_model(
         self, key: LocalKey, num_microbatches: int, known: ShardingSolution | None = None
     ) -> tuple[FoldedModel, ShardingSolution | None]:
-        """Return the model of one microbatch with the shapes of one rank of ``cp``, before it is sharded over ``tp``,
-        and its sharding over ``cp`` (``None`` if ``cp`` is 1). ``key``: the cache key of the local model (the sharded
-        graphs of one rank). ``num_microbatches``: the number of microbatches of a rank. ``known``: the sharding over
-        ``cp``, if it was found before; ``None``: it is computed.
-        """
+        """Return two values: the model of one microbatch with the shapes of one rank of ``cp``, before it is sharded
+        over ``tp``, and its sharding over ``cp`` (``None`` if ``cp`` is 1). ``key``: the cache key of the local model
+        (the sharded graphs of one rank). ``num_microbatches``: the number of microbatches of a rank. ``known``: the
+        sharding over ``cp`` if it was found before; ``None``: it is computed."""
         batch = self._select_batch_sharding(key)
         if key[2:5] not in self._splits:
             grouped = self.job.constraints.group_size is not None
@@ -318,10 +316,10 @@ class LocalCosts:
     def compute_state_costs(
         self, job: Job, candidate: MeshCandidate, key: LocalKey, local: LocalModel
     ) -> dict[str, StateCost]:
-        """Return the costs of parameters and buffers on one rank of ``candidate``: name -> cost. They do not depend on
-        the placement (assignment of ranks to devices). ``job``: the model, batch, cluster and constraints. ``key``: the
-        cache key of ``local``, the graphs of one rank. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
-        stage."""
+        """Return the costs of parameters and buffers on one rank of ``candidate``: name -> cost. These costs do not
+        depend on the placement (assignment of ranks to devices). ``job``: the model, batch, cluster and constraints.
+        ``key``: the cache key of ``local``, the graphs of one rank. ``candidate``: mesh sizes, microbatch size,
+        schedule and ZeRO stage."""
         held = (
             job.constraints.offload,
             candidate.dp > 1,

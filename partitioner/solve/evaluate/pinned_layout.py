@@ -23,10 +23,9 @@ class PinnedLayout:
 
     ``states``: name -> layout over ``tp``. ``stages``: module path -> the (virtual) stage indices of its block calls
     (such as layers), in order. ``home``: for each state that only one stage reads, name -> index of that stage.
-    ``program``: the main program. ``inputs``: layouts over ``tp`` of inputs that the ranks keep in shards, by value
-    name, such as key/value caches; other inputs are whole on every rank. ``outputs``: layouts over ``tp`` of outputs,
-    by value name; the others are free.
-    """
+    ``program``: the main program. ``inputs``: name of an input that the ranks keep in shards, such as a key/value cache
+    -> layout over ``tp``; other inputs are whole on every rank. ``outputs``: name of an output -> layout over ``tp``;
+    other outputs may have any layout."""
 
     states: Mapping[str, Layout]
     stages: Mapping[str, tuple[int, ...]]

@@ -30,8 +30,8 @@ Reading = tuple[Hashable, LocalKey, Callable[[], Any]]  # a result: its name, th
 class PrefetchQueue:
     """A queue of local models (sharded graphs of one rank) and of results that the search will need, which a second
     process computes ahead. ``solve``: function that solves the sharding of a local model, given its cache key and the
-    number of microbatches of a rank. ``built``: the local models that exist already, by their cache keys; the caller
-    adds to it. The attribute ``spent_s``: processor seconds that the caller has spent on shardings so far; the second
+    number of microbatches of a rank. ``built``: cache key -> local model, for the models that exist already; the caller
+    adds entries. The attribute ``spent_s``: processor seconds that the caller has spent on shardings so far; the second
     process is only started if sharding takes long."""
 
     def __init__(self, solve: Callable[[LocalKey, int], Solutions], built: Mapping[LocalKey, object]) -> None:

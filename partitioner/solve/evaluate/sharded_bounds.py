@@ -81,8 +81,8 @@ class ShardedBounds:
         self.locals.ahead.expect(wanted, self._list_readings(floors))
 
     def prioritise(self, candidate: MeshCandidate, size: int) -> None:
-        """Announce that the lower bound on the blocks (such as layers) of ``candidate`` will be needed soon. A second
-        process computes announced results ahead; it then computes this one before the others. ``size``: samples of the
+        """Announce that the lower bound on the blocks (such as layers) of ``candidate`` will be needed soon, so that
+        the second process, which computes announced results ahead, computes this one first. ``size``: samples of the
         microbatch for which the bound is computed. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         self.locals.ahead.prioritise(self.locals.find_wanted(candidate, size, self.locals.is_whole(candidate, size)))

@@ -35,9 +35,9 @@ _IMPROVED_S = 2.0  # in which the assignment is made better, if the bound does n
 class Reparametrization:
     """The node costs and the edge cost tables of a pairwise assignment problem (one choice per node at minimum cost).
 
-    Costs are moved between them to increase the sum of their minima, which is a lower bound. The total cost of each
-    assignment stays unchanged. ``unary``: node -> costs of its choices. ``tables``: pair of nodes -> costs of each pair
-    of their choices."""
+    Costs are moved between nodes and tables to increase the sum of their minima, which is a lower bound. The total cost
+    of each assignment stays unchanged. ``unary``: node -> costs of its choices. ``tables``: pair of nodes -> costs of
+    each pair of their choices."""
 
     def __init__(self, costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]) -> None:
         self.unary = {i: cost.copy() for i, cost in costs.items()}
@@ -105,9 +105,9 @@ class Reparametrization:
         return choice
 
     def _compute_conditional_costs(self, node: int, choice: Mapping[int, int]) -> Vector:
-        """Return the cost of each choice of ``node``, with its edges, given the choices of other nodes. A neighbour
-        that is not in ``choice`` takes the choice that is cheapest on its edge to ``node``. ``choice``: node -> index
-        of its choice."""
+        """Return, given the choices of other nodes, the cost of each choice of ``node`` of this assignment problem (one
+        choice per node), including the costs of the node's edges. A neighbour that is not in ``choice`` takes the
+        choice that is cheapest on its edge to ``node``. ``choice``: node -> index of its choice."""
         cost = self.unary[node]
         for pair, dim, _ in self.near[node]:
             other = choice.get(pair[1 - dim])

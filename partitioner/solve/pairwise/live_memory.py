@@ -56,16 +56,16 @@ class Stretch:
         return np.diff(self.breaks)
 
     def worst(self, profile: Vector) -> Vector:
-        """Return the maximum of ``profile`` within each segment of this node, one number per segment. A segment is a
-        range of consecutive rows in which the node's memory is constant; a row is a maximal set of nodes that are in
-        memory together. ``profile``: a number for each row, such as its price or total memory."""
+        """Return the maximum of ``profile`` within each segment of this node of an assignment problem, one number per
+        segment. A segment is a range of consecutive rows in which the node's memory is constant; a row is a maximal set
+        of nodes that are in memory together. ``profile``: a number for each row, such as its price or total memory."""
         first, last = int(self.breaks[0]), int(self.breaks[-1])
         worst: Vector = np.maximum.reduceat(profile[first:last], self.breaks[:-1] - first)
         return worst
 
     def at(self, rows: NDArray[np.intp]) -> NDArray[np.float64]:
-        """Return the memory of each choice of this node in each of ``rows``, shape ``[choices, rows]``. ``rows``:
-        indices of rows; a row is a maximal set of nodes that are in memory together."""
+        """Return the memory of each choice of this node of an assignment problem in each of ``rows``, shape ``[choices,
+        rows]``. ``rows``: indices of rows; a row is a maximal set of nodes that are in memory together."""
         segment = np.searchsorted(self.breaks, rows, side="right") - 1
         inside = (segment >= 0) & (segment < self.usage.shape[1])
         return np.where(inside, self.usage[:, np.clip(segment, 0, self.usage.shape[1] - 1)], 0.0)
@@ -95,17 +95,17 @@ class Usage:
         self.amount = np.concatenate(amount)
 
     def priced(self, prices: Vector) -> Vector:
-        """Return the price of the memory of each choice: the sum, over all rows, of the choice's memory in the row
-        times ``prices[row]``. A row is a maximal set of nodes that are in memory together. The result has shape
-        ``[choices]``; the choices of all nodes are numbered consecutively. ``prices``: the price of one byte of memory
-        in each row."""
+        """Return the price of the memory of each choice of the nodes of an assignment problem, shape ``[choices]``: the
+        sum, over all rows, of the choice's memory in the row times ``prices[row]``. A row is a maximal set of nodes
+        that are in memory together. The choices of all nodes are numbered consecutively. ``prices``: the price of one
+        byte of memory in each row."""
         total = np.concatenate([[0.0], np.cumsum(prices)])
         weights = self.amount * (total[self.end] - total[self.begin])
         return np.bincount(self.choice, weights, minlength=self.num_choices).astype(np.float64)
 
     def profile(self, chosen: NDArray[np.intp]) -> Vector:
         """Return the total memory in each row under an assignment (one choice per node), shape ``[rows]``. A row is a
-        maximal set of nodes that are in memory together. ``chosen``: the number of each node's choice, where the
+        maximal set of nodes that are in memory together. ``chosen``: for each node, the number of its choice, where the
         choices of all nodes are numbered consecutively."""
         taken = np.zeros(self.num_choices, bool)
         taken[chosen] = True
@@ -115,14 +115,16 @@ class Usage:
         return np.cumsum(change)[:-1].astype(np.float64)
 
     def at(self, row: int) -> Vector:
-        """Return the memory of each choice in one row, shape ``[choices]``; the choices of all nodes are numbered
-        consecutively. ``row``: the index of a row, a maximal set of nodes that are in memory together."""
+        """Return the memory in one row of each choice of the nodes of an assignment problem, shape ``[choices]``. The
+        choices of all nodes are numbered consecutively. ``row``: the index of a row, a maximal set of nodes that are in
+        memory together."""
         live = ((self.begin <= row) & (row < self.end)).nonzero()[0]
         return np.bincount(self.choice[live], self.amount[live], minlength=self.num_choices).astype(np.float64)
 
     def total(self) -> Vector:
-        """Return the memory of each choice, summed over all rows, shape ``[choices]``. A row is a maximal set of nodes
-        that are in memory together. The choices of all nodes are numbered consecutively."""
+        """Return the memory, summed over all rows, of each choice of the nodes of an assignment problem, shape
+        ``[choices]``. The choices of all nodes are numbered consecutively. A row is a maximal set of nodes that are in
+        memory together."""
         weights = self.amount * (self.end - self.begin)
         return np.bincount(self.choice, weights, minlength=self.num_choices).astype(np.float64)
 

@@ -101,7 +101,7 @@ class ReducedProblem:
 
     @property
     def nodes(self) -> list[int]:
-        """Return the indices of the nodes whose choices are not yet decided."""
+        """Return the indices of the nodes of this assignment problem whose choices are not yet decided."""
         return [i for i, done in enumerate(self._done) if not done]
 
     def run(self, *, dominance: bool = True) -> None:
@@ -154,10 +154,10 @@ class ReducedProblem:
     # -- steps: each returns whether it changed the node, which is then looked at again ---------------------------
 
     def _normalise_tables(self, node: int) -> bool:
-        """Simplify the cost tables of ``node`` that changed since the last call. A table has the costs of pairs of
-        choices of ``node`` and a neighbour. The minimum of each row and column is moved into the cost of the single
-        choice. Then tables of zeros, and choices of infinite cost, are dropped. Return whether choices of ``node`` were
-        dropped."""
+        """Simplify the cost tables of ``node`` of this assignment problem that changed since the last call. A table has
+        the costs of pairs of choices of ``node`` and a neighbour. The minimum of each row and column is moved into the
+        cost of the single choice. Then tables of zeros, and choices of infinite cost, are dropped. Return whether
+        choices of ``node`` were dropped."""
         changed, self._changed[node] = self._changed[node], {}
         for other in changed:
             if other not in self.tables[node]:
@@ -185,8 +185,9 @@ class ReducedProblem:
         return self._drop_choices(node, np.isfinite(self.costs[node]))
 
     def _fix_forced_choice(self, node: int) -> bool:
-        """If ``node`` has a single choice left, decide it: add the costs of its pairs with each neighbour's choices to
-        the costs of these choices, and subtract its resource usage from the limits. Return whether this was done."""
+        """If ``node`` of this assignment problem has a single choice left, decide the node: add the costs of its pairs
+        with each neighbour's choices to the costs of these choices, and subtract its resource usage from the limits.
+        Return whether this was done."""
         if len(self.costs[node]) != 1:
             return False
         for other, table in self.tables[node].items():
@@ -198,9 +199,9 @@ class ReducedProblem:
         return True
 
     def _eliminate_node(self, node: int) -> bool:
-        """If ``node`` has at most two neighbours and uses no limited resource, eliminate it: add its least cost, given
-        the neighbours' choices, to the costs of the one neighbour, or to the table of the pair of neighbours. Return
-        whether this was done; it is not if the table would be too large."""
+        """If ``node`` of this assignment problem has at most two neighbours and uses no limited resource, eliminate the
+        node: add its least cost, given the neighbours' choices, to the costs of the one neighbour, or to the cost table
+        of the pair of neighbours. Return whether this was done; it is not if the table would be too large."""
         neighbours = list(self.tables[node])
         if self.usage[node] or len(neighbours) > 2:
             return False
@@ -229,9 +230,9 @@ class ReducedProblem:
         return True
 
     def _follow(self, node: int) -> bool:
-        """If each choice of some neighbour allows only one choice of ``node``, merge ``node`` into this neighbour: add
-        its costs and its resource usage to those of the neighbour's choices. Return whether there is such a neighbour.
-        """
+        """If each choice of some neighbour allows only one choice of ``node`` of this assignment problem, merge
+        ``node`` into this neighbour: add its costs and its resource usage to those of the neighbour's choices. Return
+        whether there is such a neighbour."""
         leader = next((j for j, t in self.tables[node].items() if _allows_one_each(t)), None)
         if leader is None:
             return False
@@ -250,8 +251,8 @@ class ReducedProblem:
         return True
 
     def _drop_dominated_choices(self, node: int) -> bool:
-        """Remove the choices of ``node`` that are never better than another of its choices, whatever the neighbours
-        choose (Goldstein's criterion). Return whether any choice was removed."""
+        """Remove the choices of ``node`` of this assignment problem that are never better than another choice of
+        ``node``, whatever the neighbours choose (Goldstein's criterion). Return whether any choice was removed."""
         cost, tables = self.costs[node], list(self.tables[node].values())
         if len(cost) > _MAX_CHOICES:
             return False
@@ -325,9 +326,9 @@ class ReducedProblem:
         return True
 
     def _check_row(self, row: int) -> None:
-        """Simplify a resource limit: subtract what each node uses under all of its choices, remove choices that exceed
-        the limit alone, and remove the limit if it cannot be exceeded. ``row``: the index of the limit. Raises
-        :class:`InfeasibleAssignmentError` if the limit is always exceeded."""
+        """Simplify a resource limit of this assignment problem: subtract what each node uses under all of its choices,
+        remove choices that exceed the limit alone, and remove the limit if it cannot be exceeded. ``row``: the index of
+        the limit. Raises :class:`InfeasibleAssignmentError` if the limit is always exceeded."""
         for node in list(self.members[row]):
             usage = self.usage[node][row]
             least = float(usage.min())
@@ -370,10 +371,10 @@ class ReducedProblem:
 
 
 def _compare_allowed_choices(possible: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return a boolean matrix for the choices of one node. Entry ``[p, q]`` is true if choice ``p`` allows some choice
-    of a neighbour that choice ``q`` does not allow. ``possible``: a boolean matrix with a row for each choice of the
-    node and a column for each choice of its neighbours, true if the two are allowed together. BLAS is not used, because
-    its threads wait for each other."""
+    """Return a boolean matrix for the choices of one node of an assignment problem. Entry ``[p, q]`` is true if choice
+    ``p`` allows some choice of a neighbour that choice ``q`` does not allow. ``possible``: a boolean matrix with a row
+    for each choice of the node and a column for each choice of its neighbours, true if the two are allowed together.
+    BLAS is not used, because its threads wait for each other."""
     packed = np.packbits(possible, axis=1)
     narrower: NDArray[np.bool_]
     if len(packed) * packed.size <= _ALWAYS_COMPARED:
@@ -394,6 +395,6 @@ def _subtract_tables(values: Table, least: Table) -> Table:
 
 
 def _allows_one_each(table: Table) -> bool:
-    """Return whether each column of ``table``, costs of pairs of choices, has exactly one finite entry."""
+    """Return whether each column of ``table``, costs of pairs of choices of two nodes, has exactly one finite entry."""
     finite = np.isfinite(table)
     return np.count_nonzero(finite) == table.shape[1] and bool(finite.any(axis=0).all())

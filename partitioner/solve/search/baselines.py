@@ -120,10 +120,10 @@ class LayoutFamily:
 class StandardLayout:
     """A well-known layout with which the report compares the plan.
 
-    ``name``: how reports call it. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage
-    that have this layout, to try until one fits in memory; the first has the least lower bound, and later ones need
-    less memory. ``excluded``: the reason why the search itself cannot choose the layout; empty if it can. ``family``:
-    all variants of the layout, of which the report shows the best one; ``None`` if there are no others than
+    ``name``: name of the layout in reports. ``candidates``: combinations of mesh sizes, microbatch size, schedule and
+    ZeRO stage that have this layout, to try until one fits in memory; the first has the least lower bound, and later
+    ones need less memory. ``excluded``: the reason why the search itself cannot choose the layout; empty if it can.
+    ``family``: all variants of the layout, of which the report shows the best one; ``None`` if there are no others than
     ``candidates``."""
 
     name: str
@@ -280,9 +280,9 @@ def compare_standard_layouts(
 
 
 def _limit_tries(candidates: Sequence[MeshCandidate]) -> list[MeshCandidate]:
-    """Return at most as many of ``candidates`` as are planned for a well-known layout: the first ones, and the one with
-    the smallest microbatch. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
-    """
+    """Return those of ``candidates`` that are planned for a well-known layout, whose number is limited: the first ones,
+    and the one with the smallest microbatch. ``candidates``: combinations of mesh sizes, microbatch size, schedule and
+    ZeRO stage."""
     if len(candidates) <= MOST_TRIED:
         return list(candidates)
     first, others = candidates[: MOST_TRIED - 1], candidates[MOST_TRIED - 1 :]

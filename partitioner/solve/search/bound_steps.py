@@ -504,13 +504,12 @@ class BoundCascade:
 
     def _find_largest_microbatch(self, candidate: MeshCandidate) -> int:
         """Return the microbatch size in samples for which a sharding is solved to bound ``candidate`` (mesh sizes,
-        microbatch size, schedule and ZeRO stage): the largest one that fits on a device and whose sharding bounds the
-        candidate's.
+        microbatch size, schedule and ZeRO stage). It is the largest size that fits on a device, is a multiple of the
+        candidate's size, and is divisible by ``tp`` exactly if the candidate's size is, because this decides whether
+        the batch itself may be sharded over ``tp``.
 
-        It is a multiple of the candidate's size, and it is divisible by ``tp`` exactly if the candidate's size is,
-        because that decides whether the batch itself may be sharded over ``tp``. If the largest size that fits with the
-        fewest stages meets these conditions, it is used instead: it is smaller and gives a tighter bound.
-        """
+        For each number of stages there is a largest size that fits. If the smallest of these meets the conditions, it
+        is used instead, because it gives a tighter bound."""
         size, tp = candidate.microbatch_size, candidate.tp
         known = [s for s in self._sizes[tp] if s % size == 0 and (s % tp == 0) == (size % tp == 0)]
         first = self._first.get(tp)  # candidates outside the search may have sizes that no candidate of it has

@@ -233,8 +233,8 @@ class BestSchedule:
         return self._better.step_time if self._better is not None else self.found.estimate.step_time
 
     def announce(self, candidates: Sequence[MeshCandidate]) -> None:
-        """Announce that ``candidates`` will probably be tried, in this order. A candidate is a combination of mesh
-        sizes, microbatch size, schedule and ZeRO stage."""
+        """Announce that ``candidates`` will probably be tried, in this order, so that they can be planned ahead. A
+        candidate is a combination of mesh sizes, microbatch size, schedule and ZeRO stage."""
         self.attempts.announce(candidates, outside=True)
 
     def follow(self, candidates: Iterable[MeshCandidate], deadline: float) -> tuple[SolvedCandidate, Certificate]:
@@ -280,9 +280,9 @@ class BestSchedule:
             self._better = told
 
     def _prove(self, better: EvaluatedCandidate) -> SolvedCandidate:
-        """Return the best plan of the candidate of ``better``, a plan that was found without a lower bound. The row of
-        the candidate in the table gets the step time of the returned plan and a tight lower bound.
-        """
+        """Plan the candidate of ``better``, a plan that was found without a tight lower bound, again with such a bound,
+        and return the faster of the two plans. The row of the candidate in the table gets the step time of the returned
+        plan and the bound."""
         best: SolvedCandidate = better.payload
         try:
             whole = self.attempts.evaluate(best.candidate)

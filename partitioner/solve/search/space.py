@@ -481,9 +481,9 @@ def several_stages(space: SearchSpace, candidate: MeshCandidate) -> list[MeshCan
 
 def estimate_interleaved_effort(space: SearchSpace, candidate: MeshCandidate) -> float:
     """Return the effort of cutting the model into the virtual stages of ``candidate``, as a fraction of the effort that
-    the search may spend on such candidates without finding a better plan. ``space``: the search space (cluster, batch,
-    constraints and sizes of the model). ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-    """
+    the search may spend on such candidates in total without finding a better plan. ``space``: the search space
+    (cluster, batch, constraints and sizes of the model). ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
+    stage."""
     return candidate.pp * candidate.virtual_stages * space.num_calls**2 / _MOST_RUNS
 
 
@@ -624,10 +624,8 @@ def _describe_tried_context(space: SearchSpace) -> str:
 
 
 def _describe_tried_parts(space: SearchSpace) -> str:
-    """Return a sentence for the certificate that says which values of ``dp_shard`` are tried in the search space
-    ``space``: the numbers of ``dp`` ranks over which parameters, gradients and optimizer states are sharded. The
-    certificate says how near the plan is to the optimum.
-    """
+    """Return a sentence for the certificate of a plan that says which values of ``dp_shard`` are tried in the search
+    space ``space``: the numbers of ``dp`` ranks over which parameters, gradients and optimizer states are sharded."""
     what = "Sharding states over a part of the data-parallel ranks"
     if space.constraints.zero is not None:
         return f"{what} was not tried, because you fixed the ZeRO stage."
@@ -648,8 +646,7 @@ def _tensor_axis_fits(space: SearchSpace, tp: int) -> bool:
 def widest_searched(topology: Topology, pinned: Constraints) -> int:
     """Return the greatest size of the axis ``tp`` that is searched if the user does not fix it: 8 or the number of
     devices of the largest node of ``topology``, whichever is more. If the user requests a larger search (the constraint
-    ``ahead`` in ``pinned``), the devices of two nodes count.
-    """
+    ``ahead`` in ``pinned``), the devices of two nodes are counted instead of one."""
     return max(_WIDEST, max(group.devices for group in topology.nodes) * (2 if pinned.ahead else 1))
 
 
@@ -684,11 +681,9 @@ def find_baseline_candidates(
 
 
 def left_out(space: SearchSpace, candidates: Sequence[MeshCandidate]) -> dict[MeshCandidate, str]:
-    """Return a dict with one entry for the report: plain data parallelism over all ranks -> reason why the search does
-    not consider it. Empty if it is among ``candidates``, the candidates of the search. ``space``: the search space
-    (cluster, batch, constraints and sizes of the model). ``candidates``: combinations of mesh sizes, microbatch size,
-    schedule and ZeRO stage.
-    """
+    """Return a dict with one entry for the report: the candidate of plain data parallelism over all ranks -> reason why
+    the search does not consider it. The dict is empty if this candidate is among ``candidates``, the candidates of the
+    search. ``space``: the search space (cluster, batch, constraints and sizes of the model)."""
     if any(p.pp == p.tp == p.cp == 1 and not p.zero for p in candidates):
         return {}
     size = space.constraints.group_size or 1

@@ -203,7 +203,8 @@ class WarmStart:
 
 
 def _begins_with_pipeline(standard: StandardLayout) -> bool:
-    """Return whether the first candidate of ``standard``, if it has any, has several pipeline stages."""
+    """Return whether the first candidate of the well-known layout ``standard``, such as ZeRO-3, has several pipeline
+    stages; ``False`` if the layout has no candidates."""
     return any(candidate.pp > 1 for candidate in standard.candidates[:1])
 
 

@@ -182,9 +182,9 @@ class StrategyCache:
         self._kinds: dict[Hashable, dict[Hashable, list[Strategy]]] = {}
 
     def of_kind(self, node: fx.Node) -> dict[Hashable, list[Strategy]]:
-        """Return the cache entry of all operators that are equal to ``node``, which the caller passes to
-        :meth:`find_strategies` as ``kind``: a dict from layouts that neighbouring operators use to lists of strategies.
-        """
+        """Return the cache entry of all operators that are equal to ``node``: a dict from layouts that neighbouring
+        operators use to lists of strategies (layouts of operands and results). The caller passes it to
+        :meth:`find_strategies` as ``kind``."""
         return self._kinds.setdefault(build_call_key(node), {})
 
     def find_strategies(self, node: fx.Node, kind: dict[Hashable, list[Strategy]], wishes: Wishes) -> list[Strategy]:

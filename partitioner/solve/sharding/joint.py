@@ -44,8 +44,7 @@ class JointShardingProblem(ShardingProblem):
     programs is minimised.
 
     ``first``: the model of the main program. ``companions``: the models of further programs. ``axis``, ``num_ranks``:
-    name and size of the mesh axis. ``costs``: prices of strategies and layouts.
-    """
+    name and size of the mesh axis. ``costs``: prices of layouts and of strategies (layouts of operands and results)."""
 
     def __init__(
         self,

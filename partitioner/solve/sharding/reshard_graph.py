@@ -33,9 +33,10 @@ ReshardCost = Callable[[TensorSpec, Layout, Layout, bool], float]
 
 
 class ProblemBuilder:
-    """Collects the nodes and edges of an assignment problem: choose one layout or strategy for each node, at the least
-    total cost. ``costs``: for each node, the costs of its choices. ``edges``: tuples (node, other node, table of costs
-    of each pair of choices). ``names``: a text for each node, used in error messages."""
+    """Collects the nodes and edges of the assignment problem of a sharding: choose one layout or strategy (layouts of
+    operands and results) for each node at minimum cost. ``costs``: for each node, the costs of its choices. ``edges``:
+    tuples (node, other node, table of costs of each pair of choices). ``names``: a text for each node, used in error
+    messages."""
 
     def __init__(self) -> None:
         self.costs: list[Vector] = []

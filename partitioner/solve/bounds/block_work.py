@@ -63,7 +63,7 @@ class BlockCallTime:
     weights: float = 0.0
     flops: float = 0.0
     issued: float = 0.0  # seconds in which the host issues the operators that every graph of the block has
-    spared: tuple[float, float] = (0.0, 0.0)  # launches, and what grows with the batch
+    spared: tuple[float, float] = (0.0, 0.0)  # launches, and the part that grows with the batch
 
     def at(self, share: Number, tp: Number, several: Number, ep: Number) -> Number:
         """Return a lower bound in seconds on one call of a block (such as a layer) on one rank, for the fraction
@@ -165,7 +165,7 @@ class Works:
 
 
 _MERGED = "merged"  # kind of the kernels of merged operators, which have kernels of several kinds
-_ROUNDED = 1e-9  # of a call: a ratio this near to a whole number is taken for it
+_ROUNDED = 1e-9  # a ratio this near to a whole number is taken as the whole number
 
 
 def block_work(
@@ -429,7 +429,7 @@ def bound_busiest_rank(
     others[main, columns] = 0.0
     beside = others.max(axis=0)
     ratio = np.divide(beside, each, out=np.zeros_like(each), where=each > 0)
-    fewer, more = np.floor(ratio + _ROUNDED), np.ceil(ratio - _ROUNDED)  # calls that take as long as the one beside
+    fewer, more = np.floor(ratio + _ROUNDED), np.ceil(ratio - _ROUNDED)  # main calls as long as `beside`
     multiples = np.maximum(more, np.ceil((number + more) / num_ranks)) * each
     behind = np.maximum(0.0, np.ceil((number - (num_ranks - 1) * fewer) / num_ranks)) * each + beside
     found: NDArray[np.float64] = np.maximum(largest, np.minimum(multiples, behind))

@@ -56,11 +56,11 @@ _WORK = "pp", "dp", "tp", "microbatch_size", "schedule", "cp", "ep", "virtual_st
 
 _STATES = "pp", "dp", "tp", "cp", "ep", "etp", "zero", "dp_shard"
 BY_WORK: Key = attrgetter(*_WORK)  # equal for candidates with the same computation and pipeline
-BY_SHARDED_WORK: Key = attrgetter(*_WORK, "etp")  # the same with collectives
+BY_SHARDED_WORK: Key = attrgetter(*_WORK, "etp")  # equal for candidates that also have the same collectives
 BY_BLOCKS: Key = attrgetter("tp", "cp", "ep", "etp", "microbatch_size")  # equal for candidates with the same graphs
 BY_STATES: Key = attrgetter(*_STATES)  # equal for candidates that shard parameters and gradients in the same way
-BY_SIZE: Key = attrgetter("dp", "microbatch_size")  # equal for candidates with as many microbatches on a rank
-BY_SHARES: Key = attrgetter("microbatch_size", *_STATES)  # the same if faster ranks may compute more microbatches
+BY_SIZE: Key = attrgetter("dp", "microbatch_size")  # equal for candidates with equally many microbatches on a rank
+BY_SHARES: Key = attrgetter("microbatch_size", *_STATES)  # as BY_SIZE, if faster ranks may compute more microbatches
 
 
 def by_all(candidate: MeshCandidate) -> MeshCandidate:

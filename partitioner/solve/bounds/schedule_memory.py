@@ -26,7 +26,7 @@ _STEP = 0.3
 _TINY_S = 1e-15
 _TINY = 1e-9
 _HALVINGS = 20
-_FEW_RANKS = 8  # of a pipeline whose microbatches in flight are counted for an estimate
+_FEW_RANKS = 8  # most ranks of the pipeline whose microbatches in flight are counted for an estimate
 
 
 class ActivationBytes:
@@ -195,7 +195,7 @@ class RecomputeCosts:
         whole, half = _count_in_flight_moments(schedule, p, m, v)
         saved, inputs, stages = self.saved_bytes, self.input_bytes, len(ranks_of(schedule, p, v))
         over = whole * (saved + inputs) + half * (self.carried_bytes + inputs) - free * stages
-        # Recomputation frees bytes of microbatches whose backward has not begun. Of the whole model, each has to free:
+        # Recomputation frees bytes of microbatches whose backward has not begun. Each has to free, for the whole model:
         excess = float((over / np.maximum(whole, _TINY)).max())
         if excess <= 0:
             return 0.0

@@ -79,9 +79,9 @@ class Gathers:
         self.placements, self.train, self.slowdown = placements, job.train, device.overlap_slowdown
         self.overlap, short = job.profile.overlap, job.profile.short_gradients
         self._calls, self._behind = job.model.calls, _list_blocks_with_backward(job.model)
-        self._once = job.profile.gather != "parameter"  # weights are not gathered for recomputation, and again
+        self._once = job.profile.gather != "parameter"  # recomputation and backward share one gather of weights
         self._reads = {name: _read_block_weights(job.model, name, job.experts, short) for name in job.model.blocks}
-        self._gradients = [0.0, 0.0]  # scattered bytes, shared states once: (others, experts)
+        self._gradients = [0.0, 0.0]  # scattered bytes: (others, experts); shared states count once
         placed = (call for call in job.model.calls if not call.shared and not call.prologue)
         for name in {name for call in placed for name in call.states}:
             state = job.model.states[name]
@@ -184,7 +184,7 @@ class Gathers:
         """
         again, idle = self._bound_scatter_seconds(candidate) / candidate.pp, forward_s / candidate.pp
         hides, ahead = (2 - self.slowdown) * self.overlap * (m - 1), candidate.pp - 1
-        # windows in which all scatters are hidden, or no wait is left: the minimum is there or at the first window
+        # the minimum is at the first window, or where all scatters are hidden or no wait is left
         windows = [again, again * (m - 1) / max(hides + ahead, _TINY)]
         windows += [again * (m - 1) * (self.slowdown - 1) / ahead] if ahead else []
 
@@ -269,7 +269,7 @@ def _read_block_weights(model: FoldedModel, name: str, experts: Collection[str],
     placeholders = {node.name: node for node in block.placeholders}
     names = next((call.states for call in model.calls if call.block == name), ())
     sums = {True: [0.0, 0.0], False: [0.0, 0.0]}
-    small = small_states({own: placeholders[own].meta["val"].nbytes for own in block.states})  # as in fewer of a rank
+    small = small_states({own: placeholders[own].meta["val"].nbytes for own in block.states})  # a rank has no others
     for own, state in zip(block.states, names, strict=False):
         if own in small:
             continue

@@ -35,7 +35,7 @@ from partitioner.solve.sharding.sharding import ShardingSolution
 from partitioner.solve.stages.split import StageSplit
 from partitioner.topology.groups import stage_ranks
 
-# sizes of pp, dp, cp, tp and 1; ep, etp, ZeRO stage, dp_shard, samples, and whether these are all of a rank
+# sizes of pp, dp, cp, tp and 1; ep, etp, ZeRO stage, dp_shard, samples, and whether these are all samples of a rank
 FloorKey = tuple[int, int, int, int, int, int, int, int, int, int, bool]
 
 _CLOSE = 0.005  # relative difference of a bound from the best step time that is small enough
@@ -67,7 +67,7 @@ class SolvedCandidate:
     stage_of_call: tuple[int, ...]
     recompute: tuple[int, ...]
     devices: tuple[int, ...]  # by rank
-    selective: tuple[int, ...] = ()  # calls that recompute selectively
+    selective: tuple[int, ...] = ()  # calls that are recomputed selectively
     offload: tuple[Offload, ...] = ()  # data kept in host memory
     context_model: FoldedModel | None = None  # one microbatch, before its sequence is shared over cp
     reducing: ReductionScheme = AT_ONCE  # how gradients are reduced
@@ -90,7 +90,7 @@ class PackedCandidate:
 
 # the constraints on which placements, shardings and costs of calls depend
 _OF_SHARDINGS = "context", "group_size", "placement", "recompute", "sequence_parallel"
-# fields of a job on which they do not depend
+# fields of a job on which placements, shardings and costs of calls do not depend
 _APART = {"constraints", "reserve", "reserves", "refused", "unfollowed", "simulated"}
 
 

@@ -58,7 +58,7 @@ class LocalModels:
     _none: dict[LocalKey, PartitionError] = field(default_factory=dict)  # why there is no local model
     _seats: dict[tuple[int, int], RankProfile] = field(default_factory=dict)
     _operators: PricedOperators = field(default_factory=PricedOperators)
-    _companions: dict[int, LocalModels] = field(default_factory=dict)  # by place among the job's companions
+    _companions: dict[int, LocalModels] = field(default_factory=dict)  # by index among the job's companions
 
     def key(self, candidate: MeshCandidate, parts: int, whole: bool) -> LocalKey:
         """Return the cache key of a candidate's local model (the sharded graphs of one rank); candidates with equal

@@ -198,7 +198,7 @@ class PreparedModel:
         if not count and not chunked and not list_prefix_attentions(normal.graph):
             return ()
         values = {}
-        if self.given is None:  # otherwise inputs of another shape are without numbers
+        if self.given is None:  # otherwise inputs of another shape have no values
             leaves = (leaf for part in split_inputs(self.model, self.inputs) for leaf in leaf_paths(part))
             values = {path: leaf for path, leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_meta}
         lengths = set_document_lengths(normal, self.documents, values)
@@ -343,7 +343,7 @@ def prepare(
     return PreparedModel(model, inputs, loss, objective, precision, notes, documents=tuple(int(n) for n in documents))
 
 
-_OF_PRODUCTS = ("tf32", "fp8", "nvfp4")  # precisions of products alone
+_OF_PRODUCTS = ("tf32", "fp8", "nvfp4")  # precisions of matrix products only
 
 _RARELY = (2_000_000, 10, 10)  # thresholds of the collector: more objects than a usual plan creates
 

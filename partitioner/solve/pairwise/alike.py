@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 Vector = NDArray[np.float64]
 Table = NDArray[np.float64]
 
-_ROUNDS = 2  # edges by which the surroundings reach: further, the first and last turns of a loop are unlike the others
+_ROUNDS = 2  # rounds of refinement; with more, the first and last iterations of a loop differ from the others
 
 
 @dataclass(frozen=True)

@@ -45,16 +45,16 @@ from partitioner.solve.pairwise.presolve import InfeasibleAssignmentError, Reduc
 
 _LARGEST_COEFFICIENT = 1e6  # HiGHS' absolute tolerances of 1e-7 are made for numbers of about this size and below
 
-_MOST_VARIABLES = 250_000  # of a program of which HiGHS finds no solution in a minute
-_MOST_MERGED = 50_000  # variables of a program whose optimum need not be that of the problem
-_SETTLED_GAP = 0.005  # of the cost, where an assignment of merged nodes is not improved
-_SLOW_VARIABLES = 100_000  # of a program for which HiGHS needs tens of seconds
-_SLOW_MERGED = 10_000  # the same, of a program whose optimum need not be that of the problem
-_NEARLY_OPTIMAL = 5e-4  # of the cost: the gap of an assignment that such programs need not improve
-_FEW_LEFT = 0.5  # of the nodes, where nodes in equal surroundings are worth merging
-_TRIED_S = 25.0  # by HiGHS, of what can be settled otherwise
-_BOUND_SWEEPS = 4  # after them the bound of a large problem hardly rises
-_IMPROVED_S = 10.0  # in which an assignment is made better
+_MOST_VARIABLES = 250_000  # variables of a program for which HiGHS finds no solution in a minute
+_MOST_MERGED = 50_000  # as _MOST_VARIABLES, for a problem of merged nodes
+_SETTLED_GAP = 0.005  # relative gap at which an assignment of merged nodes is accepted
+_SLOW_VARIABLES = 100_000  # variables of a program for which HiGHS needs tens of seconds
+_SLOW_MERGED = 10_000  # as _SLOW_VARIABLES, for a problem of merged nodes
+_NEARLY_OPTIMAL = 5e-4  # relative gap at which an assignment is accepted instead of solving such a program
+_FEW_LEFT = 0.5  # largest fraction of nodes that may be left for merging to be worth it
+_TRIED_S = 25.0  # time limit of HiGHS if another assignment is known
+_BOUND_SWEEPS = 4  # sweeps of a dual ascent; further ones hardly raise the bound of a large problem
+_IMPROVED_S = 10.0  # time limit of the improvement of an assignment
 
 
 class AssignmentTimeLimitError(PartitionError):
@@ -207,7 +207,7 @@ def solve_assignment(
             left = max(until - time.perf_counter(), 0.1)
             try:
                 bound += program.solve(left if known is None else min(left, _TRIED_S), relative_gap, choice)
-                if known is not None and _costs_less(reduction, nodes, known, choice):  # the time had ended
+                if known is not None and _costs_less(reduction, nodes, known, choice):  # the solver was stopped early
                     choice.update(known)
                 continue
             except AssignmentTimeLimitError:

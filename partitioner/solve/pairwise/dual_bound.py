@@ -25,11 +25,11 @@ Mask = NDArray[np.bool_]
 
 _SWEEPS = 60
 
-_LOOK = 5  # sweeps between two looks at the distance
-_CLOSE = 1e-10  # of the cost: the assignment is optimal
-_NEAR = 0.3  # of the distance: more than that should be left behind at the pace of the last sweeps
-_SLACK = 1e-9  # of the cost: rounding
-_IMPROVED_S = 2.0  # in which the assignment is made better, if the bound does not prove it
+_LOOK = 5  # sweeps between two checks of the gap
+_CLOSE = 1e-10  # relative gap at which the assignment is taken as optimal
+_NEAR = 0.3  # stop if the rate of the last sweeps would close less than this fraction of the gap
+_SLACK = 1e-9  # relative rounding error of costs
+_IMPROVED_S = 2.0  # time limit of the improvement of an assignment that is not proven to be optimal
 
 
 class Reparametrization:
@@ -176,7 +176,7 @@ def find_remaining_choices(costs: Mapping[int, Vector], tables: Mapping[tuple[in
             raised = dual.bound
             if least - raised <= _CLOSE * abs(least):
                 return _keep_assignment(best, costs, raised)
-            if (raised - bound) * (_SWEEPS - sweep) / _LOOK <= _NEAR * (least - raised):  # no use going on
+            if (raised - bound) * (_SWEEPS - sweep) / _LOOK <= _NEAR * (least - raised):  # too slow
                 break
             bound = raised
     if best is not None:

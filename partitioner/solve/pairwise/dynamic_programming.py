@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from partitioner.solve.pairwise.presolve import InfeasibleAssignmentError, Table, Vector
 
-QUICK_WORK = 3_000_000  # entries of all tables together: some 50 ms
+QUICK_WORK = 3_000_000  # entries of all tables together; about 50 ms
 
-FAIR_WORK = 16_000_000  # a fraction of a second, whatever the time limit
-MOST_WORK = 256_000_000  # some seconds, in which HiGHS does not solve a problem of that width
+FAIR_WORK = 16_000_000  # allowed for any time limit; a fraction of a second
+MOST_WORK = 256_000_000  # several seconds, in which HiGHS does not solve a problem of that size
 WORK_PER_S = 50_000_000
-LARGEST_TABLE = 16_000_000  # 128 MB
+LARGEST_TABLE = 16_000_000  # entries; 128 MB
 
 _Score = Callable[[int, Mapping[int, int], Mapping[int, set[int]]], float]
 

@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from partitioner.solve.pairwise.dynamic_programming import eliminate_nodes
 from partitioner.solve.pairwise.presolve import Table, Vector
 
-_ENTRIES = 20_000  # of a table at most
+_ENTRIES = 20_000  # greatest size of a table
 
-_VAIN = 3  # turns in a row without gain
-_GAIN = 1e-9  # of the cost
+_VAIN = 3  # rounds in a row without gain, after which the search ends
+_GAIN = 1e-9  # relative decrease of the cost that counts as a gain
 
 
 def improve_assignment(
@@ -71,7 +71,7 @@ def _choose_elimination_order(
     while near:
         node = min(scores, key=scores.__getitem__)
         fixed = scores[node] > _ENTRIES
-        if fixed:  # of those around, the one that most tables are wide for
+        if fixed:  # of the node and its neighbours, the one that makes the tables largest
             node = min({node, *near[node]}, key=lambda n: (kept[n], -sizes[n] * len(near[n]), n))
         around = near.pop(node)
         del scores[node]

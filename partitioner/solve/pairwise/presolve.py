@@ -32,8 +32,8 @@ _MAX_ELIMINATION = 4_000_000  # entries of the largest intermediate array
 
 _MAX_DOMINANCE = 8_000_000
 _MAX_CHOICES = 2_000
-_ALWAYS_COMPARED = 500_000  # bytes of pairs of choices
-_ALWAYS_FILL = 256  # a new table this small is worth losing a node
+_ALWAYS_COMPARED = 500_000  # bytes up to which all pairs of choices are compared, without merging equal ones first
+_ALWAYS_FILL = 256  # entries of a new table up to which a node is always eliminated
 
 
 class InfeasibleAssignmentError(PartitionError):
@@ -57,7 +57,7 @@ class _Function:
 
     node: int
     neighbours: tuple[int, ...]
-    labels: tuple[Choices, ...]  # per neighbour: its original choices, sorted, at the time
+    labels: tuple[Choices, ...]  # per neighbour: the original choices that it had left, sorted
     choice: Choices  # original choice of ``node``, indexed like ``labels``
 
 
@@ -88,8 +88,8 @@ class ReducedProblem:
         self._undo: list[_Function] = []
         self._queue: deque[int] = deque(range(len(self.costs)))
         self._queued = [True] * len(self.costs)
-        self._later: dict[int, None] = {}  # to be looked at for dominated choices, in this order
-        self._rows: set[int] = set(range(len(rows)))  # whose members changed since they were last looked at
+        self._later: dict[int, None] = {}  # nodes to check for dominated choices, in this order
+        self._rows: set[int] = set(range(len(rows)))  # limits whose members changed since the last check
         for row, (usage, _) in enumerate(rows):
             for node, vector in usage.items():
                 self.usage[node][row] = np.array(vector, dtype=np.float64)
@@ -151,7 +151,7 @@ class ReducedProblem:
             full[step.node] = int(step.choice[where])
         return [full[i] for i in range(len(self.costs))]
 
-    # -- steps: each returns whether it changed the node, which is then looked at again ---------------------------
+    # -- steps: each returns whether it changed the node, which is then processed again ---------------------------
 
     def _normalise_tables(self, node: int) -> bool:
         """Simplify the cost tables of ``node`` of this assignment problem that changed since the last call. A table has
@@ -237,7 +237,7 @@ class ReducedProblem:
         if leader is None:
             return False
         table = self.tables[node][leader]
-        decided = np.isfinite(table).argmax(axis=0)  # per choice of the leader: that of the node
+        decided = np.isfinite(table).argmax(axis=0)  # per choice of the leader: the choice of the node
         self.costs[leader] = self.costs[leader] + self.costs[node][decided] + table.min(axis=0)
         for row, usage in self.usage[node].items():
             old = self.usage[leader].get(row)
@@ -256,7 +256,7 @@ class ReducedProblem:
         cost, tables = self.costs[node], list(self.tables[node].values())
         if len(cost) > _MAX_CHOICES:
             return False
-        # q can only replace p where it is possible whatever p allows its neighbours
+        # q can replace p only if q allows every choice of the neighbours that p allows
         possible = np.concatenate([np.isfinite(t) for t in tables], axis=1) if tables else np.ones((len(cost), 1), bool)
         narrower = _compare_allowed_choices(possible)
         for usage in self.usage[node].values():
@@ -265,18 +265,18 @@ class ReducedProblem:
         p, q = (~narrower).nonzero()
         if len(p) * possible.shape[1] > _MAX_DOMINANCE:
             return False
-        worse = cost[q] - cost[p]  # what q rather than p can cost more, at worst
+        worse = cost[q] - cost[p]  # by how much q can cost more than p, at most
         if tables and len(p):
             whole = np.concatenate(tables, axis=1)
             more = np.where(possible, whole, 0.0).take(q, axis=0) - whole.take(
                 p, axis=0
-            )  # where p is impossible, that is no matter
+            )  # pairs that p forbids do not matter
             starts = np.cumsum([0, *(table.shape[1] for table in tables[:-1])])
             worse = worse + np.maximum.reduceat(more, starts, axis=1).sum(axis=1)
         beaten = np.zeros_like(narrower)
         beaten[p, q] = worse <= 1e-13 * float(np.abs(cost).max())
         tie = beaten & beaten.T
-        beaten &= ~tie | np.tri(len(cost), k=-1, dtype=bool)  # of equals the first stays
+        beaten &= ~tie | np.tri(len(cost), k=-1, dtype=bool)  # of equal choices the first is kept
         return self._drop_choices(node, np.logical_not(beaten.any(axis=1)))
 
     # -- bookkeeping ----------------------------------------------------------------------------------------------

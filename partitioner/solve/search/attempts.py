@@ -73,7 +73,7 @@ class _Attempt:
     host_lacks: bool
 
 
-_PackedAttempt = tuple[_Attempt, PackedCandidate | None]  # the plan is apart
+_PackedAttempt = tuple[_Attempt, PackedCandidate | None]  # the plan is packed separately
 
 
 @dataclass
@@ -139,7 +139,7 @@ class CandidateAttempts:
         if request is None or request.bounded:
             request = self._build_request(candidate)
         found, _ = self._evaluate_request(request)
-        assert found is not None, candidate  # only requests with bounds first give none
+        assert found is not None, candidate  # only requests that compute bounds first may give no plan
         return found
 
     def try_outside(self, candidate: MeshCandidate) -> tuple[EvaluatedCandidate | None, float]:

@@ -46,8 +46,8 @@ DATA_PARALLEL, FULLY_SHARDED, MEGATRON = "Plain data parallelism", "ZeRO-3", "Me
 _EXCLUDED = "excluded by the constraints"
 MOST_TRIED = 12  # greatest number of candidates that are tried for one layout
 _MOST_OF_FAMILY, _MOST_ALIKE, _MOST_INTERLEAVED = 5, 2, 2  # layouts that are planned in addition to known ones
-_MOST_EFFORT = 0.05  # total effort of interleaved schedules after the first, see `alternatives.effort`
-_FILLED = 7 / 8  # share of a bubble that virtual stages fill
+_MOST_EFFORT = 0.05  # total effort of interleaved schedules after the first, as in estimate_interleaved_effort
+_FILLED = 7 / 8  # fraction of the pipeline bubble that virtual stages fill
 _MOST_CHUNKS = 2  # numbers of virtual stages per layout; the second only if the search knows the first
 _MOST_FITTING, _MOST_BOUNDED = (
     4,
@@ -372,7 +372,7 @@ def _tune_standard_layout(
                 tried.extend([found] if found.step_time is not None else [])
 
     every = frozenset(family.candidates)
-    if standard.name == MEGATRON:  # first, since a good plan here prunes most of the others
+    if standard.name == MEGATRON:  # comes first, since a good plan here prunes most of the others
         shared = ((row, candidates[_identify_layout(row)]) for row in tried)
         lean = [(row, replace(p, zero=1) if replace(p, zero=1) in every else p) for row, p in shared]
         _plan_interleaved_layouts(family, lean, lambda: _read_step_seconds(best), plan)

@@ -320,7 +320,7 @@ class BestFirstSearch:
                         nodes.append([member])
                         heapq.heappush(queue, (later, max(bound, row.bound), len(nodes) - 1, step))
                 continue
-            last = self.upper_bound_s == math.inf and not queue  # no bound can prune the last one
+            last = self.upper_bound_s == math.inf and not queue  # no bound can prune the last candidate
             if alone and (last or step == num_family_bounds + len(self.bounds.candidate_bounds)):
                 if _has_virtual_stages(members[0]):
                     self._fruitless.add(self.bounds.family(members[0]))

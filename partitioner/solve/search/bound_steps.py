@@ -102,7 +102,7 @@ class BoundCascade:
         model."""
         solved, known = self.sharded.list_known_floors(), dict[Hashable, Seconds]()
         for kind, candidate in {BY_BLOCKS(candidate): candidate for candidate in candidates}.items():
-            tokens = candidate.microbatch_size / candidate.cp  # of so many samples
+            tokens = candidate.microbatch_size / candidate.cp  # in samples per rank
             of_kind = solved.get((candidate.tp, candidate.ep, candidate.etp), [])
             larger = [(tokens / samples, seconds) for samples, seconds in of_kind if tokens <= samples]
             if larger and self._scales:
@@ -153,7 +153,7 @@ class BoundCascade:
         ranks over which parameters, gradients and optimizer states are sharded (only a part of the ranks under hybrid
         sharding). ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage."""
         candidate = candidates[0]
-        key = candidate.dp, candidate.cp, candidate.tp  # all that they depend on
+        key = candidate.dp, candidate.cp, candidate.tp  # all that the result depends on
         if key not in self._parts:
             self._parts[key] = [(other.zero, other.dp_shard) for other in list_hybrid_candidates(self.space, candidate)]
         return list(dict.fromkeys([*candidates, *(candidate.sharing(*part) for part in self._parts[key])]))
@@ -251,7 +251,7 @@ class BoundCascade:
             return self._bound_simulated_recompute(candidates, cutoff_s)
         if len(candidates) < 2:
             return 0.0
-        plain = self._shared.get(replace(key, schedule="1f1b"))  # 1F1B holds no more microbatches
+        plain = self._shared.get(replace(key, schedule="1f1b"))  # under 1F1B no more microbatches are in flight
         if isinstance(plain, PartitionError):
             raise plain.with_traceback(None)
         if plain is not None and (bound := self.bounds.staged(candidates, plain)) >= cutoff_s:

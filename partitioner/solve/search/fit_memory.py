@@ -59,7 +59,7 @@ def context_ways(job: Job, chosen: SolvedCandidate) -> tuple[ContextWay, ...]:
     calls = algorithms_of(chosen.context_model, chosen.local.context)
     plain = is_formula(
         chosen.candidate.schedule, chosen.candidate.pp, job.train
-    )  # for others the cut into stages takes long
+    )  # for other schedules the cut into stages takes long
     ways = []
     for name in ALGORITHMS:
         if calls == {name: sum(calls.values())}:

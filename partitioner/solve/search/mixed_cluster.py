@@ -137,7 +137,7 @@ class MixedClusterBound:
             return 0.0
         supply, least = self._count_pipelines(candidate, classes.num_fast), cutoff_s
         for machine in classes.fast.list_distinct_placements(candidate):
-            if len(machine.distinct_pipelines) > 1:  # the bounds are of one kind of replica
+            if len(machine.distinct_pipelines) > 1:  # the bounds are for equal replicas
                 return 0.0
             least = min(least, self._bound_on_placement(candidate, supply, machine, cutoff_s))
         return least

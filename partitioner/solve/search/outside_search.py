@@ -31,11 +31,11 @@ from partitioner.solve.search.outcomes import (
 )
 from partitioner.solve.search.space import SearchSpace, list_short_context_candidates, several_stages
 
-PATIENCE = 200  # consecutive families without a better plan after which such schedules are skipped
+PATIENCE = 200  # consecutive families without a better plan after which candidates with virtual stages are skipped
 
 _ROUNDING = 1e-9  # of a step
 _BEST, _NEAR = 3, 1.15  # how many of the best meshes are tried first; their greatest time relative to the best
-_ALIKE = 0.97  # the ratio of step time to estimate is assumed to be at least so much of the least one seen
+_ALIKE = 0.97  # a ratio of step time to estimate is expected to be at least this times the least one so far
 # candidates in a row that were no better, after which no more are tried: those solved, and those that a bound prunes
 _MOST_FRUITLESS, _MOST_PRUNED = 4, 16
 _TOGETHER = 2  # promising candidates that are announced together, for two processes
@@ -75,7 +75,7 @@ def list_promising_candidates(
     promising = _order_by_estimate(space, best, left, bounds, ratios)
     fruitless, pruned = 0, 0
     while group := list(islice(promising, _TOGETHER)):
-        if len({mesh_of(candidate) for _, candidate in group}) == len(group):  # none may use the devices of another
+        if len({mesh_of(candidate) for _, candidate in group}) == len(group):  # none reuses devices of another
             best.announce([candidate for _, candidate in group])
         for estimate_s, candidate in group:
             before = best.seconds
@@ -143,7 +143,7 @@ def _order_by_estimate(
         if step == 1 and len(kinds) == most_kinds and kind not in kinds:
             continue
         try:
-            if step == 1:  # the first that needs a sharding
+            if step == 1:  # the first step that needs a sharding
                 kinds.add(kind)
                 bound_s[number] = max(bound_s[number], bounds.family_bounds[0]([candidate], best.seconds))
             else:
@@ -249,7 +249,7 @@ class BestSchedule:
                     cut_off = "time limit"
                     break
                 self._try_candidate(candidate)
-        except KeyboardInterrupt:  # the best so far is a plan
+        except KeyboardInterrupt:  # the best plan so far is returned
             cut_off = "interruption"
         self.attempts.withdraw()
         best = self.found
@@ -288,7 +288,7 @@ class BestSchedule:
             whole = self.attempts.evaluate(best.candidate)
         except PartitionError:  # the plan that was found stands
             return best
-        # bounds that cover some placements only do not count
+        # a bound that covers only some placements is not valid here
         proven = self.attempts.bound_tightly(best.candidate, whole.step_time) if whole.partly else whole.lower_bound_s
         chosen = build_candidate_report(best.candidate, whole)
         if whole.step_time < best.estimate.step_time:

@@ -59,7 +59,7 @@ OFFLOAD_SETS: tuple[tuple[Offload, ...], ...] = (
     ("optimizer", "activations", "parameters"),
 )
 
-_LEAST_S = 5.0  # for smaller clusters and tuned layouts, which are looked at for no longer than the plan itself was
+_LEAST_S = 5.0  # least time for smaller clusters and tuned layouts; otherwise as long as the search for the plan took
 
 
 _RECOMPUTED = 0.02  # least share of a step for recomputation at which other shardings over tp are tried

@@ -52,7 +52,7 @@ def smaller_clusters(topology: Topology) -> Iterator[Topology]:
     for names in sorted(lost, key=lambda names: (lost[names], len(names)))[:_MOST]:
         try:
             yield topology.without(*names)
-        except PartitionError:  # what is left cannot be written down
+        except PartitionError:  # the remaining cluster cannot be described
             continue
 
 
@@ -67,7 +67,7 @@ def parts_alone(topology: Topology, most_times: float) -> Iterator[Topology]:
             continue
         try:
             yield topology.without(*topology.names[kept:])
-        except PartitionError:  # what is left cannot be written down
+        except PartitionError:  # the remaining cluster cannot be described
             continue
 
 

@@ -129,13 +129,13 @@ Times = Callable[[Sequence["MeshCandidate"]], NDArray[np.float64]]  # lower boun
 
 _LEAST_TOKENS = 8192  # of a sequence on a rank; shorter pieces are tried only where an estimate is better
 
-_FEWEST_TOKENS = 2048  # the same there, and if there are more ranks than the batch can be divided over
+_FEWEST_TOKENS = 2048  # least tokens there, and if the batch cannot be divided over all ranks
 _CHOICES = {"zb-1p": (1, 2, 4)}  # numbers of virtual stages to try for schedules that allow any
 _UNEVEN = 1.1  # the largest virtual stage may have this many times an even share of the layers
 _MORE_CHUNKS = 1.8  # least ratio of two numbers of virtual stages that are tried
 _MOST_CHUNKS = 16
 
-_MOST_RUNS = 4e7  # effort without a better plan, in runs of calls on virtual stages: about half a minute
+_MOST_RUNS = 4e7  # most effort without a better plan, in runs of calls on virtual stages: about half a minute
 
 _WIDEST = 8  # greatest tp that is searched if no node has more devices
 
@@ -535,7 +535,7 @@ def _list_zero_options(space: SearchSpace, dp: int, cp: int) -> list[tuple[int, 
     else:
         stages = [0, 1, 2, 3] if space.train and dp * cp > 1 else [0]
         if "parameters" in (pinned.offload or ()):
-            stages = [stage for stage in stages if stage in (0, 3)]  # the others keep parameters whole
+            stages = [stage for stage in stages if stage in (0, 3)]  # the other stages keep parameters whole
     if pinned.hierarchical:
         stages = [0]
     part = pinned.dp_shard if pinned.dp_shard not in (None, dp) else 0

@@ -147,7 +147,7 @@ class UniformClusters:
         """Return the clusters: one for each order of the nodes' network bandwidths. Return an empty list if the plan
         keeps data in host memory (hosts are not made equal), or if each rank has a fixed device."""
         job = self._evaluator.job
-        if job.constraints.offload or self._evaluator.placements.in_order:  # hosts stay different
+        if job.constraints.offload or self._evaluator.placements.in_order:  # hosts are not made equal
             return []
         return list_uniform_clusters(job.topology, self._paces, equal_nodes=self._equal_nodes)
 

@@ -26,12 +26,12 @@ from partitioner.passes.shard.shard_block import RESHARDS
 from partitioner.solve.sharding.choices import LayoutRules, matmul_flops
 from partitioner.solve.sharding.sharding import DATA, Allowed, ShardingSolution, solve_sharding, whole_sharding
 
-# All work undone costs this many meetings of samples: a thousandth of the work is worth one collective.
+# Cost of all work if none is divided, in sums over samples: a thousandth of the work is worth one collective.
 _ALL_WORK = 1000.0
-_TOTAL = 1e-3  # a total over the batch that needs no gradient: computed in the prologue
-_SLICE = 1e-6  # taking a part of a value that is whole
-_MOVED = 10.0  # sums over samples that one move of samples is worth, or one slice of a weight, where norms add them up
-_WHOLE = 0.1  # an input with a batch dim that every rank reads whole: worth a few totals
+_TOTAL = 1e-3  # cost of a total over the batch without gradient, which is computed before the pipeline starts
+_SLICE = 1e-6  # cost of taking a part of a whole value
+_MOVED = 10.0  # cost of one move of samples, or of one slice of a weight, in sums over samples
+_WHOLE = 0.1  # cost of an input with a batch dim that every rank reads whole
 
 
 def batch_size(model: FoldedModel, global_batch: int | None) -> int:
@@ -184,7 +184,7 @@ class BatchCosts:
         """Return the cost of running the operator ``node`` by ``strategy`` (layouts of its operands and results), a
         number proportional to the operator's share of the model's work. If the strategy divides the work, the cost is
         divided by ``num_ranks``. For operators that need not be divided, it is 0."""
-        if node in self.alone:  # every microbatch needs it whole; dividing it would have samples meet at its gradient
+        if node in self.alone:  # every microbatch needs it whole; if it were divided, its gradient would mix samples
             return 0.0
         work = _ALL_WORK * node_work(node) / max(self.total, 1.0)
         return work / num_ranks if strategy.factor is not None else work

@@ -39,7 +39,7 @@ from partitioner.solve.sharding.sharding import Allowed, ShardingSolution, solve
 Algorithm = Literal["all_gather", "ring", "ulysses"]
 
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
-_LEAST_DIVIDED = 0.5  # of the matrix products' work: with less there is no sequence to share
+_LEAST_DIVIDED = 0.5  # fraction of the matrix products' work; if less is divided, there is no sequence to share
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ def algorithm_of(node: fx.Node, strategy: Strategy) -> str:
     query, key, *_ = strategy.operands
     rank = len(get_meta_shape(operands_of(node)[0]))
     if query.is_shard and query.dim == rank - 2:
-        return "all_gather" if find_attention_band(node) is None else ""  # by a form: it keeps no gathered keys
+        return "all_gather" if find_attention_band(node) is None else ""  # a band has strategy.form
     if query.is_shard and query.dim == rank - 3 and key.is_shard:
         return "ulysses" if not (query.sections or query.zigzag) else ""
     return ""

@@ -172,7 +172,7 @@ class TensorCosts:
                 seconds += exchange_time(op, num_bytes, self.group, self.device, strided)
         if change.forward is None and target.is_shard and strided:  # a rank's part is copied
             seconds += copied_s(num_bytes / self.group.size, self.device) - self.device.launch
-        if resliced:  # other sections: gathered, then cut
+        if resliced:  # other sections: the shards are gathered, then cut again
             seconds += exchange_time("all_gather", num_bytes, self.group, self.device, strided)
         return seconds
 

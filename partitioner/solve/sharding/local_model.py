@@ -110,7 +110,7 @@ def layouts_of(local: LocalModel, batch: ShardingSolution) -> Layouts:
                 "tp": tensor.states.get(name, REPLICATED).kind == "R'",
             }
             axes[name] = tuple(axis for axis, is_partial in partial.items() if is_partial)
-            if name in local.experts:  # rows of all the ranks that have other experts were here
+            if name in local.experts:  # this rank has computed rows of all ranks that have other experts
                 axes[name] = ("edp", "etp") if partial["tp"] and not local.by_rows else ("edp",)
     dims = {i.value: _batch_dim(batch.values[i.value]) for i in local.model.inputs}
     leaving = [o.value for o in local.model.outputs if o.value is not None]

@@ -25,7 +25,7 @@ from partitioner.passes.shard.shard_block import RESHARDS
 from partitioner.solve.pairwise.assignment import AssignmentProblem
 from partitioner.solve.pairwise.presolve import Table, Vector
 
-MAX_SETS = 400  # choices of one value; with more, each layout gets an on-off node of its own, an equal if looser form
+MAX_SETS = 400  # choices of one value; with more, each layout gets a node of its own, an equivalent but looser form
 
 T = TypeVar("T")
 
@@ -110,7 +110,7 @@ class Reshards:
         if (source.kind, target.kind) not in RESHARDS:
             return math.inf
         if target.kind == "P" and source.is_whole and not can_have_gradient(spec.dtype):
-            return math.inf  # a number without fractions cannot be cut into addends
+            return math.inf  # integers and booleans cannot be partial sums
         if source.kind == "P" and spec.dtype == torch.bool:
             return math.inf
         if source == target:
@@ -184,7 +184,7 @@ def _read_layouts(source: tuple[Layout, ...], askers: tuple[tuple[frozenset[Layo
     made, made_of = _index_distinct_items(source)
     asked = [_index_distinct_items(layouts) for layouts in askers]
     targets = list(dict.fromkeys(t for sets, _ in asked for s in sets for t in sorted(s)))
-    # what each reader asks for, as 0/1 per target
+    # which targets each reader needs
     wants = tuple(np.array([[t in s for t in targets] for s in sets], dtype=bool) for sets, _ in asked)
     return _Reading(tuple(made), made_of, tuple(targets), wants, tuple(of for _, of in asked))
 

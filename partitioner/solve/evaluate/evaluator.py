@@ -208,8 +208,8 @@ class CandidateEvaluator:
 
         A placement is evaluated if ``evaluator`` computes tight bounds, ``found`` takes at most ``cutoff_s`` seconds,
         and a quick lower bound of the placement is clearly below the best step time. The quick bound ignores how much
-        has to be recomputed. For each of these placements, a lower bound is appended to ``evaluator.lower_bounds``: the
-        tight one if the placement is evaluated, otherwise the quick one."""
+        has to be recomputed. For each placement that may have a plan, a lower bound is appended to
+        ``evaluator.lower_bounds``: a tight one if the placement is evaluated, otherwise the quick one."""
         is_best = evaluator.proven and found.cost <= cutoff_s
         others = [m for m in self.placements.candidates(candidate.grid) if SameObject(m) not in evaluator.asked]
         for least_s, machine in sorted(((evaluator.least(m), m) for m in others), key=lambda pair: pair[0]):

@@ -64,8 +64,8 @@ class PinnedLayout:
         """Return the stages that the plan's main program (such as training) fixes for calls of a further program (such
         as an evaluation), as a dict: index among ``calls`` -> stage index. If the main program calls the same module
         path equally often, the stage of a block call (such as a layer) is that of the main program's call. Otherwise it
-        is the stage that has the call's parameters and buffers, which both programs share. The result is empty if these
-        stage indices do not ascend in the order of ``calls``."""
+        is the last of the stages that alone have parameters or buffers of the call; a call without such a stage is left
+        out. The result is empty if these stage indices do not ascend in the order of ``calls``."""
         seen: dict[str, int] = defaultdict(int)
         counts: dict[str, int] = defaultdict(int)
         for call in calls:

@@ -223,8 +223,8 @@ class PreparedModel:
 
 @contextmanager
 def _explain_input_errors(size: int) -> Iterator[None]:
-    """Return a context in which errors about inputs also say that the model is captured with ``size`` samples, the size
-    of a group of interacting samples."""
+    """Return a context manager that adds to errors about inputs that the model is captured with ``size`` samples, the
+    size of a group of interacting samples."""
     try:
         yield
     except InputsError as error:
@@ -274,11 +274,10 @@ def _list_inference_warnings(model: FoldedModel, asked: nn.Module | ExportedProg
 
 @contextmanager
 def modes_of_a_new_process() -> Iterator[None]:
-    """Return a context in which gradients are enabled and tensors are created on the CPU.
+    """Return a context manager in which gradients are enabled and tensors are created on the CPU.
 
     A caller may be inside ``no_grad``, ``inference_mode`` or ``torch.device``. These modes are not part of the model,
-    and ranks run in processes of their own.
-    """
+    and ranks run in processes of their own."""
     elsewhere = torch.get_default_device().type != "cpu"
     with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu") if elsewhere else nullcontext():
         yield
@@ -355,9 +354,9 @@ _put_off = 0
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Return a context in which Python's cyclic garbage collector runs after many more allocations than usual. At its
-    end the user's thresholds are restored, and the new objects are moved to the oldest generation, so that they do not
-    trigger a full pass."""
+    """Return a context manager in which Python's cyclic garbage collector runs after many more allocations than usual.
+    At its end the user's thresholds are restored, and the new objects are moved to the oldest generation, so that they
+    do not trigger a full pass."""
     global _put_off
     before = gc.get_threshold()
     rarely = gc.isenabled() and before[0] > 0

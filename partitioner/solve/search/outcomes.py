@@ -42,7 +42,8 @@ class EvaluatedCandidate:
 
     @property
     def lower_bound_s(self) -> float:
-        """Return the lower bound in seconds on the step times of the candidate's plans."""
+        """Return the lower bound in seconds on the step times of the candidate's plans; if ``partly`` is true, it
+        covers only the placements (assignments of ranks to devices) that were tried."""
         return self.step_time if self.least is None else self.least
 
 

@@ -55,26 +55,24 @@ class BlockCallTime:
     ``launches``: seconds of kernel launches. ``batch``: seconds that grow with the batch. ``weights``: seconds of
     reading and writing weights. ``flops``: FLOPs of matrix products. ``issued``: seconds in which the host launches the
     operators; the call takes at least as long. ``spared``: seconds of copies and sums, as a pair (kernel launches, part
-    that grows with the batch). They are counted separately because a sharded graph, or a graph for a single sample, may
-    have none of them.
-    """
+    that grows with the batch). These are separate because a sharded graph, or a graph for a single sample, may have no
+    copies and sums."""
 
     launches: float = 0.0
     batch: float = 0.0
     weights: float = 0.0
     flops: float = 0.0
     issued: float = 0.0  # seconds in which the host issues the operators that every graph of the block has
-    spared: tuple[float, float] = (0.0, 0.0)  # launches, and what grows with the batch
+    spared: tuple[float, float] = (0.0, 0.0)  # launches, and the part that grows with the batch
 
     def at(self, share: Number, tp: Number, several: Number, ep: Number) -> Number:
         """Return a lower bound in seconds on one call of a block (such as a layer) on one rank, for the fraction
-        ``share`` of the batch and with the work divided over ``tp`` ranks. Copies and sums that a sharded graph, or a
-        graph for one sample, may not need count only if ``several`` is 1 and ``tp`` is 1. All weights are counted as if
-        they were divided over ``ep`` ranks as well as over ``tp``, because some may belong to experts.
+        ``share`` of the batch and with the work divided over ``tp`` ranks. All weights are counted as if they were
+        divided over ``ep`` ranks as well as over ``tp``, because some may belong to experts. The seconds ``spared`` of
+        copies and sums are included only if ``several`` is 1 and ``tp`` is 1, because other graphs may not need them.
 
-        ``several``: 1 if the microbatch has more than one sample, else 0. ``ep``: number of ranks that share the
-        experts.
-        """
+        ``several``: 1 if the microbatch has more than one sample, otherwise 0. ``ep``: number of ranks that share the
+        experts."""
         seconds: Number = self.launches + self.batch * share / tp + self.weights / tp / ep
         seconds += (tp == 1) * several * (self.spared[0] + self.spared[1] * share)
         least: Number = np.maximum(seconds, self.issued)
@@ -85,13 +83,12 @@ class BlockCallTime:
 class BlockWork:
     """The work of one call of a block (such as a decoder layer) for the whole batch on one device.
 
-    ``forward``, ``backward``: seconds in parts. ``inputs``: the part of the backward that computes gradients of inputs.
-    ``kept``: the least bytes that are saved for the backward. ``carried``: bytes held between the two halves of a split
-    backward (gradients of inputs, then gradients of weights). ``input_bytes``, ``output_bytes``: bytes of each input
-    and output. ``output_grads``: for each output, whether it receives a gradient. ``over_ranks``: the work under
-    context parallelism (``cp`` > 1), where repeated key and value heads are read only once; ``None``: the same as
-    without it.
-    """
+    ``forward``, ``backward``: seconds, divided into parts such as kernel launches. ``inputs``: the part of the backward
+    that computes gradients of inputs. ``kept``: the least bytes that are saved for the backward. ``carried``: bytes
+    held between the two halves of a split backward (gradients of inputs, then gradients of weights). ``input_bytes``,
+    ``output_bytes``: bytes of each input and output. ``output_grads``: for each output, whether it receives a gradient.
+    ``over_ranks``: the work under context parallelism (``cp`` > 1), where repeated key and value heads are read only
+    once; ``None``: context parallelism does not change the work."""
 
     forward: BlockCallTime
     backward: BlockCallTime
@@ -104,11 +101,10 @@ class BlockWork:
     over_ranks: BlockWork | None = None
 
     def at(self, share: float, tp: int, several: bool = True, ep: int = 1, cp: int = 1) -> CallCost:
-        """Return a lower bound on the cost of one call of a block (such as a layer) on one of ``tp`` ranks. ``tp``,
-        ``ep``, ``cp``: number of ranks along these mesh axes. ``share``: the rank's fraction of the batch; with ``cp``
-        ranks that share a sequence, it is already divided by ``cp``. ``several``: whether the microbatch has more than
-        one sample.
-        """
+        """Return a lower bound on the cost of one call of a block (such as a layer) on one rank. ``tp``, ``ep``,
+        ``cp``: number of ranks along these mesh axes. ``share``: the rank's fraction of the batch; if ``cp`` ranks
+        share a sequence, ``share`` is already divided by ``cp``. ``several``: whether the microbatch has more than one
+        sample."""
         if cp > 1 and self.over_ranks is not None:
             return self.over_ranks.at(share, tp, several, ep)
         scale = share / tp
@@ -140,10 +136,9 @@ class Works:
     whether products with weights are in fp8. ``fused_casts``: whether the kernel in front of a product writes the
     product's operand in fp8, so that no separate cast is needed. ``how``: the operators that selective recomputation
     may run again in the backward: ``"scores"`` (attention scores), ``"selective"`` (also other large results that take
-    little time) or ``"alternate"`` (also every second matrix product); ``None``: nothing. ``fused_kernels``: whether a
-    compiler merges operators. If so, an operator that it can merge counts only with the memory traffic that no merging
-    avoids.
-    """
+    little time) or ``"alternate"`` (also every second matrix product); ``None``: no operators. ``fused_kernels``:
+    whether a compiler merges operators. If so, for an operator that can be merged, only the memory traffic is counted
+    that no merging avoids."""
 
     blocks: Mapping[str, Block]
     device: DeviceType
@@ -163,14 +158,14 @@ class Works:
         return [self._bound_blocks_on_device(device) for device in self.types]
 
     def _bound_blocks_on_device(self, device: DeviceType) -> dict[str, BlockWork]:
-        """Return, for the name of each block (such as a layer), lower bounds on the seconds and bytes of one call on
+        """Return name of a block (such as a layer) -> lower bounds on the seconds and bytes of one call on
         ``device``."""
         how = self.fp8, self.how, self.fused_casts, self.fused_kernels
         return {name: block_work(block, device, self.train, *how) for name, block in self.blocks.items()}
 
 
 _MERGED = "merged"  # kind of the kernels of merged operators, which have kernels of several kinds
-_ROUNDED = 1e-9  # of a call: a ratio this near to a whole number is taken for it
+_ROUNDED = 1e-9  # a ratio this near to a whole number is taken as the whole number
 
 
 def block_work(
@@ -182,17 +177,16 @@ def block_work(
     fused_casts: bool = False,
     fused_kernels: bool = False,
 ) -> BlockWork:
-    """Return lower bounds on the seconds and bytes of one call of ``block`` (a piece of the model, such as a layer), a
-    graph for the whole batch, on ``device``. ``train``: whether the call has a backward. ``fp8``: whether products with
-    weights are in fp8. ``fused_casts``: whether the kernel in front of a product writes the product's operand in fp8,
-    so that no separate cast is needed. ``fused_kernels``: whether a compiler merges operators. If so, an operator that
-    it can merge counts only with the memory traffic that no merging avoids.
+    """Return lower bounds on the seconds and bytes of one call of ``block`` (a piece of the model, such as a layer) on
+    ``device``. The graph of ``block`` is for the whole batch. ``train``: whether the call has a backward. ``fp8``:
+    whether products with weights are in fp8. ``fused_casts``: whether the kernel in front of a product writes the
+    product's operand in fp8, so that no separate cast is needed. ``fused_kernels``: whether a compiler merges
+    operators. If so, for an operator that can be merged, only the memory traffic is counted that no merging avoids.
 
     ``how``: the operators that selective recomputation may run again in the backward: ``"scores"`` (attention scores),
     ``"selective"`` (also other large results that take little time) or ``"alternate"`` (also every second matrix
-    product); ``None``: nothing. For the lower bound, these results need no memory between forward and backward, and the
-    recomputation takes no time.
-    """
+    product); ``None``: no operators. For the lower bound, the results of these operators need no memory between forward
+    and backward, and their recomputation takes no time."""
     options = device, train, fp8, how, fused_casts, fused_kernels
     found = _block_work(_copy_block_graph(block), *options)
     once = _copy_block_graph(block)
@@ -210,17 +204,12 @@ def _block_work(
     fused_casts: bool,
     fused_kernels: bool,
 ) -> BlockWork:
-    """Return lower bounds on the seconds and bytes of one call of ``block`` (a piece of the model, such as a layer), a
-    graph for the whole batch, on ``device``. ``train``: whether the call has a backward. ``fp8``: whether products with
-    weights are in fp8. ``fused_casts``: whether the kernel in front of a product writes the product's operand in fp8.
-    ``fused_kernels``: whether a compiler merges operators. If so, an operator that it can merge counts only with the
-    memory traffic that no merging avoids.
-
-    ``how``: the operators that selective recomputation may run again in the backward: ``"scores"`` (attention scores),
-    ``"selective"`` (also other large results that take little time) or ``"alternate"`` (also every second matrix
-    product); ``None``: nothing. For the lower bound, these results need no memory between forward and backward, and the
-    recomputation takes no time.
-    """
+    """Return lower bounds on the seconds and bytes of one call of ``block`` (a piece of the model, such as a layer) on
+    ``device``, without the separate work under context parallelism. ``train``: whether the call has a backward.
+    ``fp8``: how operands of products with weights are scaled to fp8; ``None``: they are not in fp8. ``fused_casts``:
+    whether the kernel in front of a product writes the product's operand in fp8. ``how``: the operators that selective
+    recomputation may run again in the backward, such as ``"scores"`` (attention scores); ``None``: no operators.
+    ``fused_kernels``: whether a compiler merges operators."""
     fused = fuse_bias(block)
     states, learned = set(block.states), learned_nodes(fused)
     short = products_in_fp8(fused, "tensor", expert_region(fused)) if fp8 else frozenset[fx.Node]()
@@ -278,34 +267,32 @@ def _block_work(
 def _take_bytes(kernels: Sequence[Kernel], num_bytes: float) -> list[Kernel]:
     """Return a lower bound on the memory traffic of one operator that a compiler merges with others, as a list of at
     most one kernel. ``kernels``: the operator's kernels if it is not merged. ``num_bytes``: a lower bound on the bytes
-    that it moves if it is merged.
+    that the operator moves if it is merged.
 
     The returned kernel moves ``num_bytes``, or the bytes of ``kernels`` without weights if these are fewer, at the rate
-    of the fastest kind of kernel. It has no launches, because merged operators share them. The list is empty if no
-    bytes are left.
-    """
+    of the fastest kind of kernel. It has no launches, because merged operators share them. If no bytes are left, the
+    list is empty."""
     moved = min(num_bytes, sum(k.num_bytes - k.state_bytes for k in kernels))
     return [Kernel(_MERGED, moved, launches=0, learned=all(k.learned for k in kernels))] if moved else []
 
 
 def _subtract_least_traffic(kernels: Sequence[Kernel], least: Sequence[Kernel]) -> list[Kernel]:
-    """Return the memory traffic of ``kernels`` that occurs only if repeated elements of tensors are read repeatedly, as
-    kernels without FLOPs and launches. ``least``: for each entry of ``kernels``, the same kernel if a tensor that only
-    repeats the elements of a smaller one is read without repetition. The bytes in the result are the difference of the
-    two."""
+    """Return the part of the memory traffic of ``kernels`` that is avoided if expanded tensors (which repeat the
+    elements of smaller ones) are read without repetition, as one kernel without FLOPs and launches for each of
+    ``kernels``. ``least``: for each of ``kernels``, the same kernel reading expanded tensors without repetition; its
+    bytes are subtracted."""
     pairs = zip(kernels, least, strict=True)
     return [k._replace(num_bytes=k.num_bytes - o.num_bytes, flops=0.0, launches=0) for k, o in pairs]
 
 
 def _least_kept(block: Block, train: bool, how: Remade | None) -> SavedBytes:
     """Return lower bounds on the memory that one call of ``block`` (a piece of the model, such as a layer) needs and
-    keeps for the backward. They hold with and without selective recomputation: each field has the smaller value of the
-    two cases.
+    keeps for the backward. They are valid with and without selective recomputation: each field has the smaller value of
+    the two cases.
 
     ``how``: the operators that selective recomputation runs again in the backward: ``"scores"`` (attention scores),
     ``"selective"`` (also other large results that take little time) or ``"alternate"`` (also every second matrix
-    product); ``None``: selective recomputation is excluded. ``train``: whether the call has a backward.
-    """
+    product); ``None``: selective recomputation is excluded. ``train``: whether the call has a backward."""
     kept = kept_by(block, train, copies=False)
     if how is None or not train:
         return kept
@@ -330,8 +317,8 @@ def _for_inputs(kernels: Sequence[Kernel]) -> list[Kernel]:
 
 def _bound_kernel_seconds(kernels: Sequence[Kernel], spared: Sequence[Kernel], device: DeviceType) -> BlockCallTime:
     """Return lower bounds on the seconds of ``kernels`` on ``device``, divided into parts: kernel launches, work that
-    grows with the batch, and reading and writing of weights. ``spared``: the kernels of copies and sums that a sharded
-    graph may not need."""
+    grows with the batch, and reading and writing of weights. ``spared``: further kernels, of copies and sums that a
+    sharded graph may not need; their seconds form a part of their own."""
     batch = weights = 0.0
     best = device.memory_bandwidth * max(device.memory_efficiency.values(), default=1.0)
     for kernel in kernels:
@@ -369,9 +356,7 @@ class DeviceKinds:
 
     @property
     def differ(self) -> bool:
-        """Return whether the topology has several device types, so that lower bounds on seconds differ by device
-        type.
-        """
+        """Return whether the topology has several device types, so that lower bounds on seconds differ by type."""
         return len(self.counts) > 1
 
     def seconds(self, blocks: Mapping[str, BlockWork], candidates: Sequence[MeshCandidate]) -> tuple[Matrix, Matrix]:
@@ -398,29 +383,27 @@ class DeviceKinds:
         return np.stack([self.seconds(paced, candidates) for paced in self.works.paced], axis=1)
 
     def longest_backward(self, candidates: Sequence[MeshCandidate]) -> Vector:
-        """Return the backward seconds of one microbatch through all block calls (such as layers) on the slowest device
-        type, for each of the mesh candidates, shape ``[candidates]``. A backward can hide a gradient reduction for at
-        most this time. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage."""
+        """Return, for each of ``candidates``, the backward seconds of one microbatch through all block calls (such as
+        layers) on the slowest device type, shape ``[candidates]``. A backward can hide a gradient reduction for at most
+        this time. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage."""
         calls = np.array([self.often[name] for name in self.often], dtype=np.float64)
         each = np.stack([calls @ self.seconds(paced, candidates)[1] for paced in self.works.paced])
         longest: Vector = each.max(axis=0)
         return longest
 
     def speeds(self, candidates: Sequence[MeshCandidate]) -> Matrix:
-        """Return an upper bound on the relative speed of each device type for each mesh candidate, shape ``[kinds,
-        candidates]``; the best type has speed 1. A type may be faster in some blocks (such as layers) than in others.
-        The result is its greatest speed over all blocks, forward and backward. ``candidates``: combinations of mesh
-        sizes, microbatch size, schedule and ZeRO stage.
-        """
+        """Return an upper bound on the relative speed of each device type for each of ``candidates``, shape ``[kinds,
+        candidates]``; the best type has speed 1. A type may be faster in some blocks (such as layers) than in others;
+        the result is its greatest speed over all blocks, forward and backward. ``candidates``: combinations of mesh
+        sizes, microbatch size, schedule and ZeRO stage."""
         best = np.maximum(np.concatenate(self.seconds(self.works.best, candidates)), _TINY_S)
         own = [np.maximum(np.concatenate(self.seconds(paced, candidates)), _TINY_S) for paced in self.works.paced]
         return np.stack([(best / seconds).max(axis=0) for seconds in own])
 
     def fastest(self, candidates: Sequence[MeshCandidate]) -> Vector:
-        """Return the greatest speed that any device type of the topology has, relative to the device for which the work
-        was computed (speed 1), for each of the mesh candidates, shape ``[candidates]``; 1 if all devices are of one
-        type. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        """Return, for each of ``candidates``, the speed of the fastest device type of the topology, relative to the
+        device for which the work was computed (speed 1), shape ``[candidates]``; 1 if there is only one device type.
+        ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage."""
         return self.speeds(candidates).max(axis=0) if self.differ else np.ones(len(candidates))
 
 
@@ -446,7 +429,7 @@ def bound_busiest_rank(
     others[main, columns] = 0.0
     beside = others.max(axis=0)
     ratio = np.divide(beside, each, out=np.zeros_like(each), where=each > 0)
-    fewer, more = np.floor(ratio + _ROUNDED), np.ceil(ratio - _ROUNDED)  # calls that take as long as the one beside
+    fewer, more = np.floor(ratio + _ROUNDED), np.ceil(ratio - _ROUNDED)  # main calls as long as `beside`
     multiples = np.maximum(more, np.ceil((number + more) / num_ranks)) * each
     behind = np.maximum(0.0, np.ceil((number - (num_ranks - 1) * fewer) / num_ranks)) * each + beside
     found: NDArray[np.float64] = np.maximum(largest, np.minimum(multiples, behind))

@@ -56,11 +56,11 @@ _WORK = "pp", "dp", "tp", "microbatch_size", "schedule", "cp", "ep", "virtual_st
 
 _STATES = "pp", "dp", "tp", "cp", "ep", "etp", "zero", "dp_shard"
 BY_WORK: Key = attrgetter(*_WORK)  # equal for candidates with the same computation and pipeline
-BY_SHARDED_WORK: Key = attrgetter(*_WORK, "etp")  # the same with collectives
+BY_SHARDED_WORK: Key = attrgetter(*_WORK, "etp")  # equal for candidates that also have the same collectives
 BY_BLOCKS: Key = attrgetter("tp", "cp", "ep", "etp", "microbatch_size")  # equal for candidates with the same graphs
 BY_STATES: Key = attrgetter(*_STATES)  # equal for candidates that shard parameters and gradients in the same way
-BY_SIZE: Key = attrgetter("dp", "microbatch_size")  # equal for candidates with as many microbatches on a rank
-BY_SHARES: Key = attrgetter("microbatch_size", *_STATES)  # the same if faster ranks may compute more microbatches
+BY_SIZE: Key = attrgetter("dp", "microbatch_size")  # equal for candidates with equally many microbatches on a rank
+BY_SHARES: Key = attrgetter("microbatch_size", *_STATES)  # as BY_SIZE, if faster ranks may compute more microbatches
 
 
 def by_all(candidate: MeshCandidate) -> MeshCandidate:
@@ -98,9 +98,9 @@ Vector = NDArray[np.float64]
 
 
 class BoundOptions(TypedDict, total=False):
-    """Options of the computation of lower bounds on stage times. ``cutoff_s``: the computation may stop when the bound
-    reaches this many seconds. ``quick``: whether to save time by skipping cuts that have a stage much longer than an
-    even share of the work; these cuts then get bounds of their own, which are less tight."""
+    """Options for computing lower bounds on stage times. ``cutoff_s``: the computation may stop when the bound reaches
+    this many seconds. ``quick``: whether to save time by examining only cuts whose stages are not much longer than an
+    even share of the work; all other cuts then get a separate bound, which is less tight."""
 
     cutoff_s: float
     quick: bool
@@ -122,11 +122,10 @@ def _shard_state_cost(cost: StateCost, expert: bool, candidate: MeshCandidate) -
 
 
 class ModelBounds:
-    """Computes lower bounds on the time and memory of mesh candidates for one model on one topology. The bounds hold
-    for every sharding, placement (assignment of ranks to devices) and cut into stages. ``samples``: the number of
-    samples in the model's graphs. ``job``: the model, batch, cluster and constraints. ``placements``: finds the
-    placements of a mesh; ``None``: a new object is made for the job's topology.
-    """
+    """Computes lower bounds on the time and memory of mesh candidates for one model on one topology. The bounds are
+    valid for every sharding, placement (assignment of ranks to devices) and cut into stages. ``job``: the model, batch,
+    cluster and constraints. ``placements``: finds the placements of a mesh; ``None``: a new object is made for the
+    job's topology. The attribute ``samples``: the number of samples in the model's graphs."""
 
     def __init__(self, job: PlannedJob, placements: Placements | None = None) -> None:
         self.model, self.topology, self.constraints, self.profile = (
@@ -178,9 +177,8 @@ class ModelBounds:
         self._capacities: dict[tuple[int, int], tuple[int, ...]] = {}  # by stages and number of communication groups
 
     def with_constraints(self, constraints: Constraints) -> ModelBounds:
-        """Return a copy of these bounds for a job with the same model, batch and topology, but with other constraints,
-        ``constraints``, so that the work of blocks (such as layers) need not be computed again.
-        """
+        """Return a copy of these bounds for a job that differs only in its ``constraints``. The work of blocks (such as
+        layers) is not computed again."""
         other = copy(self)
         other.constraints = constraints
         return other
@@ -220,10 +218,10 @@ class ModelBounds:
         It is the sum of three terms: the pipeline; the part of the gradient reduction that the backward cannot hide
         (with a single stage); and the optimizer's update. The busiest rank of the pipeline takes at least an even share
         of the work, and it runs whole calls of blocks (such as layers), which may take longer. ``shared``: whether to
-        use the even share alone. The bound is then lower, but a caller may add to it times that can fall on any rank.
-        ``known``: lower bounds on the seconds of blocks for one microbatch, such as those of a sharding: (``tp``,
-        ``cp``, ``ep``, ``etp``, microbatch size) -> block name -> (forward seconds, backward seconds).
-        """
+        bound the busiest rank by the even share alone; the result is then lower, but a caller may add to it times that
+        can fall on any rank. ``known``: lower bounds on the seconds of blocks for one microbatch, such as those of a
+        sharding, as a dict: (``tp``, ``cp``, ``ep``, ``etp``, microbatch size) -> block name -> (forward seconds,
+        backward seconds)."""
         # if devices differ, the ZeRO stage decides whether microbatches may be divided unevenly
         key = by_all if self._kinds.differ else BY_WORK if known is None else BY_SHARDED_WORK
         alike, places = find_distinct_candidates(candidates, key)
@@ -251,7 +249,7 @@ class ModelBounds:
         self, candidates: Sequence[MeshCandidate], known: Mapping[Hashable, Seconds]
     ) -> NDArray[np.float64]:
         """Return known lower bounds on the seconds of each block (such as a layer) in each of ``candidates``, for one
-        microbatch, as an array of shape ``[2, blocks, candidates]``; 0 where none is known. The first dim is forward
+        microbatch, as an array of shape ``[2, blocks, candidates]``; 0 if no bound is known. The first dim is forward
         and backward; blocks are in the order in which the model first calls them. ``known``: (``tp``, ``cp``, ``ep``,
         ``etp``, microbatch size) -> block name -> (forward seconds, backward seconds). ``candidates``: combinations of
         mesh sizes, microbatch size, schedule and ZeRO stage."""
@@ -287,10 +285,10 @@ class ModelBounds:
         self, candidates: Sequence[MeshCandidate], forward: NDArray[np.float64], backward: NDArray[np.float64]
     ) -> Vector:
         """Return a lower bound in seconds on the pipelines in a step of each candidate, shape ``[candidates]``, for
-        devices that differ in speed. Gradient reduction and update are not included. The bound holds for any division
-        of the work among the devices, in proportion to their speed or not. ``forward``, ``backward``: the seconds of
-        each block (such as a layer) for one microbatch on each device type, shape ``[kinds, blocks, candidates]``.
-        ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage."""
+        devices that differ in speed. It holds for any division of the work among the devices. Gradient reduction and
+        update are not included. ``forward``, ``backward``: the seconds of each block (such as a layer) for one
+        microbatch on each device type, shape ``[kinds, blocks, candidates]``. ``candidates``: combinations of mesh
+        sizes, microbatch size, schedule and ZeRO stage."""
         found, often = np.zeros(len(candidates)), list(self._calls_by_block.values())
         for place, candidate in enumerate(candidates):
             ahead, both = forward[..., place], forward[..., place] + backward[..., place]
@@ -310,8 +308,9 @@ class ModelBounds:
     def _group_device_speeds(self, candidate: MeshCandidate, speeds: Vector) -> GroupSpeeds:
         """Return upper bounds on the speeds with which groups of ranks do the work of ``candidate``: the distinct
         speeds, fastest first, the number of groups of each, and the number of pipelines that all groups form. A group
-        is the ranks that wait for each other in every microbatch: those of ``tp`` and ``cp``, or all ranks of a stage.
-        ``speeds``: speed of each device type relative to the best one."""
+        consists of the ranks that wait for each other in every microbatch: the ranks of ``tp`` and ``cp``, or all ranks
+        of a stage. ``speeds``: speed of each device type relative to the best one. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage."""
         apart = self.may_differ(candidate)
         size = candidate.tp * candidate.cp if apart else self.topology.num_devices // candidate.pp
         return pool_of(speeds, self._kinds.counts, size, candidate.dp if apart else 1)
@@ -331,11 +330,10 @@ class ModelBounds:
         return of_all if self.may_differ(candidate) else candidate.num_microbatches(self.global_batch)
 
     def _bound_fill_and_drain(self, candidate: MeshCandidate) -> tuple[float, float]:
-        """Return a lower bound on the time in which the pipeline of ``candidate`` fills and drains, as two factors. The
-        bound is the first times the forward seconds of one microbatch through the whole model, plus the second times
-        its backward seconds. Both are 0 if numbers of microbatches differ between ranks and no formula is known.
-        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        """Return a lower bound on the time in which the pipeline of ``candidate`` fills and drains, as two factors
+        ``(a, b)``: the bound is ``a`` times the forward seconds of one microbatch through the whole model, plus ``b``
+        times the backward seconds. If ranks may have different numbers of microbatches and the step time has no
+        formula, both factors are 0. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         if self.may_differ(candidate) and not is_formula(candidate.schedule, candidate.pp, self.train):
             return 0.0, 0.0
         m = candidate.num_microbatches(self.global_batch)
@@ -344,9 +342,8 @@ class ModelBounds:
     def _bound_seconds_after_pipeline(self, candidates: Sequence[MeshCandidate], backward: Vector) -> Vector:
         """Return a lower bound in seconds on the time after the pipeline, shape ``[candidates]``: the optimizer's
         update and, with a single stage, the part of the gradient reduction that the last backward cannot hide.
-        ``backward``: for each candidate, the seconds of backward that can hide it. ``candidates``: combinations of mesh
-        sizes, microbatch size, schedule and ZeRO stage.
-        """
+        ``backward``: for each candidate, the backward seconds that can hide the reduction. ``candidates``: combinations
+        of mesh sizes, microbatch size, schedule and ZeRO stage."""
         if not self.train:
             return np.zeros(len(candidates))
         ends = np.array([self._bound_end_seconds(p) for p in candidates], dtype=np.float64)
@@ -354,8 +351,8 @@ class ModelBounds:
         return ends[:, 0] + np.where([p.pp == 1 for p in candidates], exposed, 0.0)
 
     def _bound_end_seconds(self, candidate: MeshCandidate) -> tuple[float, float]:
-        """Return lower bounds in seconds on the optimizer's update and on the gradient reduction of ``candidate``. The
-        reduction is that of all stages, one after the other; it counts as 0 with several stages if all placements
+        """Return two lower bounds in seconds for ``candidate``: on the optimizer's update, and on the gradient
+        reduction of all stages, one after the other. With several stages, the second is 0 if all placements
         (assignments of ranks to devices) are known, because other bounds are tighter there. Results are cached.
         ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         key = BY_STATES(candidate)
@@ -369,12 +366,12 @@ class ModelBounds:
     def _bound_drain_seconds(self, candidates: Sequence[MeshCandidate], ahead: Vector, back: Vector) -> Vector:
         """Return a lower bound in seconds on the step of each candidate, shape ``[candidates]``: the mean over the
         stages of their computation, plus the part of their gradient reduction that the last backward cannot hide. A
-        stage can begin to reduce its gradients at the start of its last backward. The gradient reduction counts as 0
+        stage can begin to reduce its gradients at the start of its last backward. The gradient reduction is taken as 0
         with a single stage, with several virtual stages on a rank, or if all placements (assignments of ranks to
         devices) are known; other bounds are tighter there.
 
         ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage. ``ahead``, ``back``:
-        forward and backward seconds of one microbatch through all block calls (such as layers), by candidate.
+        forward and backward seconds of one microbatch through all block calls (such as layers), shape ``[candidates]``.
         """
         is_reduced = [self.train and p.pp > 1 and p.virtual_stages == 1 for p in candidates]
         reduced = np.array(
@@ -395,9 +392,8 @@ class ModelBounds:
 
     def _bound_reduction_seconds(self, candidate: MeshCandidate) -> float:
         """Return a lower bound in seconds on reducing the gradients of all stages of ``candidate``, one stage after the
-        other. Gradients of experts are left out if ``ep`` > 1. ``candidate``: mesh sizes, microbatch size, schedule and
-        ZeRO stage.
-        """
+        other. If ``ep`` > 1, gradients of experts are left out. ``candidate``: mesh sizes, microbatch size, schedule
+        and ZeRO stage."""
         experts = self.experts if candidate.ep > 1 else ()
         states = self.share_of_states
         return self._reduced.seconds(candidate, lambda: (c for n, c in states(candidate).items() if n not in experts))
@@ -418,9 +414,8 @@ class ModelBounds:
     @cached_property
     def _placed_states(self) -> list[tuple[StateCost, bool]]:
         """Return the bytes of all parameters and buffers that are read by block calls (such as layers) which can be
-        distributed over stages, as pairs (cost, whether it belongs to experts). To have few entries, costs that differ
-        only in their bytes are added up in one.
-        """
+        distributed over stages, as pairs (cost, whether it belongs to experts). Costs that differ only in their bytes
+        are added up to one, so that there are few pairs."""
         names = dict.fromkeys(name for c in self.model.calls if not c.shared and not c.prologue for name in c.states)
         return [
             (cost, expert)
@@ -494,11 +489,10 @@ class ModelBounds:
     def refine(self, candidate: MeshCandidate, floor: BlockLowerBound | None = None) -> float:
         """Return a lower bound in seconds on the step time of ``candidate``. Unlike the quicker bound of :meth:`times`,
         it considers memory and how block calls (such as layers) can be cut into stages, so it is at least as tight.
-        ``floor``: known lower bounds on the seconds of each block, such as those of an actual sharding; ``None``: those
-        of unsharded blocks are used. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        ``floor``: known lower bounds on the seconds of each block, such as those of an actual sharding; ``None``: the
+        bounds of the unsharded blocks are used. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
 
-        Raises :class:`CapacityError` or :class:`PlanError` if no plan can exist.
-        """
+        Raises :class:`CapacityError` or :class:`PlanError` if no plan can exist."""
         bound = float(self.times([candidate])[0])
         if not is_plain(candidate.schedule, candidate.virtual_stages):  # a rank's calls are not consecutive
             return bound
@@ -513,15 +507,15 @@ class ModelBounds:
         **how: Unpack[BoundOptions],
     ) -> LeastTime:
         """Return lower bounds on the seconds that one microbatch takes on the stages of ``candidate``. The bounds
-        assume that ``tp`` divides all work and tensors evenly and without collectives, so they hold for every sharding.
+        assume that ``tp`` divides all work and tensors evenly and without collectives, so they are valid for every
+        sharding.
 
-        ``floor``: known lower bounds on the seconds of each block (such as a layer); ``None``: only those of the
+        ``floor``: known lower bounds on the seconds of each block (such as a layer); ``None``: only the bounds of the
         unsharded blocks are known. ``speed``: the speed of the fastest stage relative to the best device type;
         ``None``: it is computed for the candidate. ``gathers``: gives the seconds of the candidate's ZeRO-3
-        collectives; ``None``: they are not counted. ``how``: ``cutoff_s`` (stop when the bound reaches this many
-        seconds) and ``quick`` (leave out very long stages). ``candidate``: mesh sizes, microbatch size, schedule and
-        ZeRO stage. Raises :class:`CapacityError` or :class:`PlanError` if no plan can exist.
-        """
+        collectives; ``None``: they are ignored. ``how``: the options ``cutoff_s`` (stop when the bound reaches this
+        many seconds) and ``quick`` (skip cuts with very long stages). ``candidate``: mesh sizes, microbatch size,
+        schedule and ZeRO stage. Raises :class:`CapacityError` or :class:`PlanError` if no plan can exist."""
         fastest = self.speeds(candidate)[0] if speed is None else speed
         calls = {name: cost.paced(1 / fastest) for name, cost in self.calls(candidate).items()}
         if floor:
@@ -575,10 +569,9 @@ class ModelBounds:
         placement (assignment of ranks to devices).
 
         ``model``: the graphs of one rank. ``calls``: block name -> cost of a call. ``states``: name -> bytes of a
-        parameter or buffer on a rank. ``how``: ``cutoff_s`` (stop when the bound reaches this many seconds) and
-        ``quick`` (leave out very long stages). ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        Raises :class:`CapacityError` or :class:`PlanError` if no plan can exist.
-        """
+        parameter or buffer on a rank. ``how``: the options ``cutoff_s`` (stop when the bound reaches this many seconds)
+        and ``quick`` (skip cuts with very long stages). ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
+        stage. Raises :class:`CapacityError` or :class:`PlanError` if no plan can exist."""
         return least_time(self.problem(candidate, model, calls, states), **how)
 
     def problem(
@@ -590,11 +583,10 @@ class ModelBounds:
         ranks: Sequence[int] = (),
     ) -> StageProblem:
         """Return the problem of cutting the block calls of ``model`` into the candidate's stages, if every stage has
-        the greatest memory of any placement (assignment of ranks to devices). ``calls``: block name -> cost of a call.
-        ``states``: name -> bytes of a parameter or buffer on a rank. ``ranks``: the rank of each virtual stage, if
-        ranks have several; otherwise empty. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        ``model``: the model as calls of blocks; equal layers share one block.
-        """
+        the greatest memory of any placement (assignment of ranks to devices). ``candidate``: mesh sizes, microbatch
+        size, schedule and ZeRO stage. ``model``: the model as calls of blocks; equal layers share one block. ``calls``:
+        block name -> cost of a call. ``states``: name -> bytes of a parameter or buffer on a rank. ``ranks``: the rank
+        of each virtual stage if ranks have several stages; otherwise empty."""
         return stage_problem(
             model,
             calls,
@@ -625,20 +617,18 @@ class ModelBounds:
         ) * _ROUNDING
 
     def followed(self, candidate: MeshCandidate, pipeline_s: float) -> float:
-        """Return a lower bound in seconds on a step of ``candidate`` whose pipeline takes at least ``pipeline_s``
-        seconds: the sum of this time, the optimizer's update, and the part of the gradient reduction that can only
-        follow the pipeline. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        """Return a lower bound in seconds on a step of ``candidate``, given that its pipeline takes at least
+        ``pipeline_s`` seconds. The bound adds the optimizer's update and the part of the gradient reduction that can
+        only follow the pipeline. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         return (
             pipeline_s + float(self._bound_seconds_after_pipeline([candidate], np.array([math.inf]))[0])
         ) * _ROUNDING
 
     def forward_s(self, candidate: MeshCandidate, floor: BlockLowerBound | None) -> float:
         """Return a lower bound in seconds on the forward of one microbatch of ``candidate`` through all stages, on the
-        fastest devices. ``floor``: known lower bounds on the seconds of each block (such as a layer), which are used
-        where they are tighter than those of the unsharded block; ``None``: none are known. ``candidate``: mesh sizes,
-        microbatch size, schedule and ZeRO stage.
-        """
+        fastest devices. ``floor``: known lower bounds on the seconds of each block (such as a layer); for each block,
+        the tighter of this bound and the bound of the unsharded block is used. ``None``: no bounds are known.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         fastest, calls, known = self.speeds(candidate)[0], self.calls(candidate), floor.seconds if floor else {}
         return sum(
             n * max(calls[b].forward_s / fastest, known.get(b, (0.0,))[0]) for b, n in self._calls_by_block.items()
@@ -646,13 +636,12 @@ class ModelBounds:
 
     def with_floor(self, candidates: Sequence[MeshCandidate], floor: BlockLowerBound, *, shared: bool = False) -> float:
         """Return a lower bound in seconds on the step of every one of ``candidates``, which differ only in their ZeRO
-        stage. ``floor``: lower bounds on the seconds of each block (such as a layer) in them. ``candidates``:
+        stage. ``floor``: lower bounds on the seconds of each block (such as a layer) of the candidates. ``candidates``:
         combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
 
-        ``shared``: whether to count only an even share of the work on the busiest rank, and not that each block call
-        runs as a whole on one rank. The bound is then lower, but a caller may add to it times that can fall on any
-        rank.
-        """
+        ``shared``: whether to bound the busiest rank by an even share of the work alone, and to ignore that each block
+        call runs as a whole on one rank. The result is then lower, but a caller may add to it times that can fall on
+        any rank."""
         often = self._calls_by_block
         ahead = sum(n * floor.seconds[block][0] for block, n in often.items())
         back = sum(n * floor.seconds[block][1] for block, n in often.items()) if self.train else 0.0

@@ -14,10 +14,9 @@ from partitioner.topology.topology import Topology
 class PlannedJob(Protocol):
     """The attributes of a planning job (model, batch, cluster and constraints) that the lower bounds read.
 
-    ``samples``: the number of samples in the graphs of ``model``: those of the global batch, or of one group if samples
-    interact within groups. ``profile``: how the plan is executed, such as the framework and its kernels.
-    ``experts``: names of the experts' parameters.
-    """
+    ``samples``: the number of samples in the graphs of ``model``: the global batch, or the size of one group if samples
+    interact within groups. ``profile``: how the plan is executed, such as the framework and its kernels. ``experts``:
+    names of the experts' parameters."""
 
     @property
     def model(self) -> FoldedModel: ...

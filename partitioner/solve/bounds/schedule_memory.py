@@ -26,7 +26,7 @@ _STEP = 0.3
 _TINY_S = 1e-15
 _TINY = 1e-9
 _HALVINGS = 20
-_FEW_RANKS = 8  # of a pipeline whose microbatches in flight are counted for an estimate
+_FEW_RANKS = 8  # most ranks of the pipeline whose microbatches in flight are counted for an estimate
 
 
 class ActivationBytes:
@@ -54,23 +54,21 @@ class MicrobatchMemory:
     """Lower bounds on the activation bytes of one microbatch through all block calls (such as layers).
 
     ``whole``: bytes of each call without recomputation. ``inputs``: bytes of each call with full recomputation, which
-    saves only inputs of calls. ``again``: for each call a pair (seconds of its recomputation per byte that this frees,
-    number of bytes that this frees), in ascending order of the first number.
-    """
+    saves only inputs of calls. ``again``: for each call a pair (seconds of recomputation per freed byte, number of
+    bytes that recomputation frees), in ascending order of the first number."""
 
     whole: ActivationBytes
     inputs: ActivationBytes
     again: tuple[tuple[float, float], ...]
 
     def seconds_again(self, ranks: RankCapacity, recompute: str | None, limit_s: float) -> float:
-        """Return a lower bound in seconds on the recomputation of one microbatch that is needed so that its remaining
-        activations fit on ``ranks``, the memory of the ranks of a pipeline. ``limit_s``: each rank computes for at most
-        this many seconds per microbatch. ``recompute``: the kind of recomputation that a constraint fixes (such as
-        ``"full"``), or ``None``.
+        """Return a lower bound in seconds on the recomputation of one microbatch without which its activations do not
+        fit on ``ranks``, the memory of the ranks of a pipeline. ``limit_s``: each rank computes for at most this many
+        seconds per microbatch. ``recompute``: the kind of recomputation that a constraint fixes (such as ``"full"``),
+        or ``None``.
 
         The result is infinite if no recomputation makes the activations fit within ``limit_s``. Raises
-        :class:`CapacityError` if none does even without a time limit.
-        """
+        :class:`CapacityError` if none does even without a time limit."""
         needed = self.inputs if recompute in (None, "full") else self.whole
         room = ranks.room(needed, math.inf)
         if (missing := math.ceil(needed.total - room)) > 0:
@@ -96,8 +94,7 @@ class RankCapacity:
 
     ``capacity``: usable bytes of each rank. ``states``: bytes of parameters, gradients and optimizer states on all
     ranks together. ``shares``: for each rank, an upper bound on the activation bytes of one microbatch per byte of
-    memory for activations; it is below 1 if the rank holds several microbatches at a time.
-    """
+    memory for activations; below 1 if the rank has several microbatches in flight."""
 
     shares: NDArray[np.float64]
     capacity: float
@@ -108,10 +105,9 @@ class RankCapacity:
         together, if the calls of each rank take at most ``limit_s`` seconds per microbatch. ``needed``: bytes and
         seconds of all block calls (such as layers).
 
-        With a time limit, a rank may be unable to fill its memory with activations. For an upper bound, parameters and
-        optimizer states are first put into such unused memory, and the rest of them on the ranks where a byte of memory
-        holds the least activations.
-        """
+        With a time limit, a rank may be unable to fill its memory with activations. For an upper bound, such unused
+        memory is first filled with parameters and optimizer states. The rest of them is put on the ranks where a byte
+        of memory holds the least activations."""
         most = needed.within(limit_s)
         over = float(np.maximum(0.0, self.capacity - most / self.shares).sum())
         rest = max(0.0, self.states - over) * float(self.shares.min())
@@ -120,9 +116,9 @@ class RankCapacity:
 
 def needs_of(calls: Sequence[tuple[Call, CallCost]], split: bool = False) -> MicrobatchMemory:
     """Return lower bounds on the activation bytes of one microbatch through ``calls``, pairs of a block call (such as a
-    decoder layer) and a lower bound on its cost. A value that several calls read is counted once. ``split``: the
-    schedule splits the backward into two halves (gradients of inputs, gradients of weights), between which fewer bytes
-    may be held."""
+    decoder layer) and a lower bound on its cost. A value that several calls read is counted once. ``split``: whether
+    the schedule splits the backward into two halves (gradients of inputs, gradients of weights); if so, the bounds
+    allow for fewer bytes between the two halves."""
     seen: set[str] = set()
     kept_before: set[str] = set()
     whole, inputs, again = [], [], []
@@ -199,7 +195,7 @@ class RecomputeCosts:
         whole, half = _count_in_flight_moments(schedule, p, m, v)
         saved, inputs, stages = self.saved_bytes, self.input_bytes, len(ranks_of(schedule, p, v))
         over = whole * (saved + inputs) + half * (self.carried_bytes + inputs) - free * stages
-        # Recomputation frees bytes of microbatches whose backward has not begun. Of the whole model, each has to free:
+        # Recomputation frees bytes of microbatches whose backward has not begun. Each has to free, for the whole model:
         excess = float((over / np.maximum(whole, _TINY)).max())
         if excess <= 0:
             return 0.0
@@ -265,10 +261,10 @@ def least_of(bound: Callable[[float], float], low: float, high: float) -> float:
 
 
 def _least_mean(counts: Sequence[Sequence[int]]) -> float:
-    """Return a lower bound on the largest value that the smallest component of a weighted mean of the vectors
-    ``counts`` can have. Each vector is for one time in a step: the number of microbatches in flight in each virtual
-    stage of a rank. The memory of the rank divided by the result is an upper bound on the memory of one microbatch. The
-    largest value is the value of a matrix game; it is approximated by multiplicative weights."""
+    """Return a lower bound on the largest value ``v`` for which some weighted mean of the vectors ``counts`` has only
+    components of at least ``v``. Each vector is for one time in a step: the number of microbatches in flight in each
+    virtual stage of a rank. The memory of the rank divided by the result is an upper bound on the activation bytes of
+    one microbatch. ``v`` is the value of a matrix game; it is approximated by multiplicative weights."""
     rows: NDArray[np.float64] = np.array(counts, dtype=np.float64)
     scaled, weights, best = rows / rows.max(), np.ones(len(rows)), 0.0
     total = np.zeros(len(rows))

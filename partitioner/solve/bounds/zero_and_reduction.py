@@ -79,9 +79,9 @@ class Gathers:
         self.placements, self.train, self.slowdown = placements, job.train, device.overlap_slowdown
         self.overlap, short = job.profile.overlap, job.profile.short_gradients
         self._calls, self._behind = job.model.calls, _list_blocks_with_backward(job.model)
-        self._once = job.profile.gather != "parameter"  # weights are not gathered for recomputation, and again
+        self._once = job.profile.gather != "parameter"  # recomputation and backward share one gather of weights
         self._reads = {name: _read_block_weights(job.model, name, job.experts, short) for name in job.model.blocks}
-        self._gradients = [0.0, 0.0]  # scattered bytes, shared states once: (others, experts)
+        self._gradients = [0.0, 0.0]  # scattered bytes: (others, experts); shared states count once
         placed = (call for call in job.model.calls if not call.shared and not call.prologue)
         for name in {name for call in placed for name in call.states}:
             state = job.model.states[name]
@@ -93,12 +93,11 @@ class Gathers:
 
     def beside(self, floor: BlockLowerBound | None, candidate: MeshCandidate) -> BlockLowerBound | None:
         """Return lower bounds on the seconds of each block (such as a layer) of ``candidate`` that include the gathers
-        of weights and scatters of gradients under ZeRO-3. The result is ``floor`` itself if the candidate does not
-        gather weights.
+        of weights and scatters of gradients under ZeRO-3. If the candidate does not gather weights, the result is
+        ``floor`` itself.
 
-        ``floor``: lower bounds without these, or ``None`` if none are known. ``candidate``: mesh sizes, microbatch
-        size, schedule and ZeRO stage.
-        """
+        ``floor``: lower bounds without these collectives, or ``None`` if none are known. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage."""
         gathers, copies = self.floor(candidate)
         if not gathers:
             return floor
@@ -107,13 +106,11 @@ class Gathers:
         )
 
     def _add_waits(self, seconds: Seconds, gathers: Seconds, copies: Seconds) -> Seconds:
-        """Return block name -> (forward seconds, backward seconds) of a call of the block (such as a layer) with the
-        waits for ZeRO-3 collectives that its calls have on average. If ``seconds`` contains other communication, it
-        counts as computation that can hide collectives, so the result is a lower bound.
-
-        All arguments are such dicts. ``seconds``: of the blocks alone. ``gathers``: of the collectives that gather
-        weights and scatter gradients. ``copies``: of copying gathered weights.
-        """
+        """Return lower bounds on the seconds of each block (such as a layer), including its mean wait for ZeRO-3
+        collectives over all calls of the block. The result and all arguments are dicts: block name -> (forward seconds,
+        backward seconds). ``seconds``: the blocks alone; collectives of other kinds in them are treated as computation,
+        which can hide ZeRO-3 collectives. ``gathers``: the collectives that gather weights and scatter gradients.
+        ``copies``: copying gathered weights."""
         costs = {
             name: self._add_to_cost(CallCost(forward_s=ahead, backward_s=back), gathers[name], copies[name])
             for name, (ahead, back) in seconds.items()
@@ -123,12 +120,11 @@ class Gathers:
 
     def add_to_costs(self, costs: Mapping[str, CallCost], candidate: MeshCandidate) -> dict[str, CallCost]:
         """Return ``costs``, lower bounds on the costs of a call of each block (such as a layer), with the gathers of
-        weights and scatters of gradients of ``candidate`` under ZeRO-3. ``candidate``: mesh sizes, microbatch size,
-        schedule and ZeRO stage.
+        weights and scatters of gradients of ``candidate`` under ZeRO-3 added. ``candidate``: mesh sizes, microbatch
+        size, schedule and ZeRO stage.
 
-        Full recomputation of a call waits for no gathers of its own, and hides some of those of backward. It therefore
-        adds fewer seconds than the forward takes with its gathers.
-        """
+        If full recomputation and backward share one gather of the weights, recomputation can hide a part of this
+        gather. It then adds fewer seconds than the forward takes with its gathers."""
         gathers, copies = self.floor(candidate)
         return {
             name: self._add_to_cost(cost, gathers[name], copies[name]) if name in gathers else cost
@@ -136,19 +132,19 @@ class Gathers:
         }
 
     def _add_to_cost(self, cost: CallCost, gathers: tuple[float, float], copies: tuple[float, float]) -> CallCost:
-        """Return ``cost``, the cost of a call of a block (such as a layer), with its ZeRO-3 collectives. ``gathers``:
-        their seconds in forward and in backward. ``copies``: seconds of copying gathered weights in both."""
+        """Return ``cost``, the cost of a call of a block (such as a layer), with the seconds of its ZeRO-3 collectives
+        added. ``gathers``: (forward seconds, backward seconds) of the collectives. ``copies``: (forward seconds,
+        backward seconds) of copying gathered weights."""
         how = self.slowdown, self.overlap, self._once
         hidden = HiddenCollectives(gathers[0], max(0.0, gathers[1] - gathers[0]), 0.0, 0.0, 0.0, *how)
         alone = cost.at_least(cost.forward_total_s + copies[0], cost.backward_total_s + copies[1])
         return replace(alone, forward_comm_s=0.0, backward_comm_s=0.0, hidden=hidden).hide(*gathers)
 
     def floor(self, candidate: MeshCandidate) -> tuple[Seconds, Seconds]:
-        """Return two dicts with lower bounds on seconds: of the ZeRO-3 collectives, and of copying gathered weights.
-        Both are: name of a block (such as a layer) -> (forward seconds, backward seconds). Forward gathers the weights;
-        backward gathers them again and scatters gradients. Both dicts are empty if the candidate does not shard
-        weights. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        """Return two dicts with lower bounds: on the ZeRO-3 collectives, and on copying gathered weights. Both map the
+        name of a block (such as a layer) to (forward seconds, backward seconds). Forward gathers the weights; backward
+        gathers them again and scatters gradients. Both dicts are empty if the candidate does not shard weights.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         if candidate.zero != 3 or candidate.sharers == candidate.expert_sharers == 1:
             return {}, {}
         key = *candidate.grid.values(), candidate.ep, candidate.expert_tp, candidate.dp_shard
@@ -178,17 +174,17 @@ class Gathers:
 
     def scattered(self, candidate: MeshCandidate, m: int, known_s: float, forward_s: float) -> float:
         """Return a lower bound in seconds on a step of ``candidate`` under ZeRO-2, where each of the ``m`` backwards of
-        a stage except the last scatters gradients.
+        a stage except the last scatters gradients. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        ``m``: number of microbatches. ``known_s``: a lower bound on the step without the scatters. ``forward_s``:
+        forward seconds of one microbatch through all stages.
 
-        A backward can hide scatters for as long as it takes itself, so a shorter step hides less. The bound is computed
-        for a stage with the mean work of all stages. The slowest stage takes at least as long, because the exposed
-        seconds are a convex function of the work, and no stage waits for the exposed seconds of an earlier one.
-        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. ``m``: number of microbatches. ``known_s``:
-        a lower bound on the step without the scatters. ``forward_s``: the forward of one microbatch through all stages.
+        A scatter can be hidden at most for the duration of a backward, so a shorter step hides less. The bound is
+        computed for a stage with the mean work of all stages. The slowest stage takes at least as long, because the
+        exposed seconds are a convex function of the work, and no stage waits for the exposed seconds of an earlier one.
         """
         again, idle = self._bound_scatter_seconds(candidate) / candidate.pp, forward_s / candidate.pp
         hides, ahead = (2 - self.slowdown) * self.overlap * (m - 1), candidate.pp - 1
-        # windows in which all scatters are hidden, or no wait is left: the minimum is there or at the first window
+        # the minimum is at the first window, or where all scatters are hidden or no wait is left
         windows = [again, again * (m - 1) / max(hides + ahead, _TINY)]
         windows += [again * (m - 1) * (self.slowdown - 1) / ahead] if ahead else []
 
@@ -233,10 +229,10 @@ class Gathers:
         return list(dict.fromkeys(shards)), list(dict.fromkeys(experts))
 
     def _floor(self, shards: Sequence[Group], experts: Sequence[Group], candidate: MeshCandidate) -> Seconds:
-        """Return lower bounds on the seconds of the ZeRO-3 collectives of ``candidate`` over the fastest group: name of
-        a block (such as a layer) -> (forward seconds, backward seconds). ``shards``: the groups over which weights
-        outside of experts may be sharded. ``experts``: the groups over which weights of experts may be sharded.
-        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
+        """Return lower bounds on the ZeRO-3 collectives of ``candidate`` over the fastest group: name of a block (such
+        as a layer) -> (forward seconds, backward seconds). ``shards``: the groups over which weights outside of experts
+        may be sharded. ``experts``: the groups over which weights of experts may be sharded. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage."""
 
         def least(op: str, nbytes: float, groups: Sequence[Group]) -> float:
             return min(collective_time(op, nbytes, group) for group in groups) if nbytes else 0.0
@@ -255,8 +251,9 @@ class Gathers:
 
 
 def _list_blocks_with_backward(model: FoldedModel) -> frozenset[str]:
-    """Return the names of the blocks (such as layers) that may have a backward. Calls in front of the first one that
-    reads a trained parameter have none; their blocks are left out. ``model``: the model as calls of blocks."""
+    """Return the names of the blocks (such as layers) that may have a backward. Calls in front of the first call that
+    reads a trained parameter have no backward, so their blocks are left out. ``model``: the model as calls of blocks.
+    """
     placed = [call for call in model.calls if not call.shared and not call.prologue]
     trained = [any(model.states[name].requires_grad for name in call.states) for call in placed]
     first = trained.index(True) if any(trained) else len(placed)
@@ -264,16 +261,15 @@ def _list_blocks_with_backward(model: FoldedModel) -> frozenset[str]:
 
 
 def _read_block_weights(model: FoldedModel, name: str, experts: Collection[str], short_gradients: bool) -> _WeightReads:
-    """Return the bytes of the weights, and of their gradients, that the block (such as a layer) called ``name`` reads,
-    without small weights that ZeRO-3 does not shard. ``experts``: names of the experts' parameters.
-    ``short_gradients``: whether gradients have the dtype of their parameter instead of float32. ``model``: the model as
-    calls of blocks.
-    """
+    """Return the bytes of the weights that the block (such as a layer) called ``name`` reads, and of their gradients,
+    separately for experts and for other weights. Small weights, which ZeRO-3 does not shard, are left out. ``model``:
+    the model as calls of blocks. ``experts``: names of the experts' parameters. ``short_gradients``: whether gradients
+    have the dtype of their parameter instead of float32."""
     block = model.blocks[name]
     placeholders = {node.name: node for node in block.placeholders}
     names = next((call.states for call in model.calls if call.block == name), ())
     sums = {True: [0.0, 0.0], False: [0.0, 0.0]}
-    small = small_states({own: placeholders[own].meta["val"].nbytes for own in block.states})  # as in fewer of a rank
+    small = small_states({own: placeholders[own].meta["val"].nbytes for own in block.states})  # a rank has no others
     for own, state in zip(block.states, names, strict=False):
         if own in small:
             continue
@@ -297,12 +293,11 @@ class LeastReduced:
 
     def seconds(self, candidate: MeshCandidate, states: Callable[[], Iterable[StateCost]]) -> float:
         """Return a lower bound in seconds on reducing the gradients of all stages, one stage after the other. The bound
-        is 0 with one replica, under ZeRO-3 (where gradients are scattered block by block instead) and under hybrid
-        sharding, where a reduction inside nodes may take next to no time.
+        is 0 with one replica, under ZeRO-3 (which scatters gradients block by block) and under hybrid sharding (where a
+        reduction inside nodes may take next to no time).
 
         ``candidate``: the mesh sizes, the schedule and the ZeRO stage. ``states``: a function that returns lower bounds
-        on the bytes of the parameters on a rank.
-        """
+        on the bytes of the parameters on a rank."""
         if (
             candidate.replicas == 1 or candidate.zero == 3 or candidate.dp_shard
         ):  # a reduction within nodes may take next to no time

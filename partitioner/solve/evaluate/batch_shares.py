@@ -27,8 +27,8 @@ from partitioner.solve.sharding.local_model import LocalModel
 def share_out(parts: int, seconds: Sequence[float], fill: float = 0.0) -> tuple[int, ...]:
     """Divide ``parts`` microbatches among replicas. Return the number of microbatches of each, at least one, such that
     the last replica ends as early as possible. ``seconds``: the time of one microbatch on each replica. ``fill``: how
-    many further microbatch times each replica needs, such as to fill its pipeline: one with ``n`` microbatches takes
-    ``n + fill`` times its seconds.
+    many further microbatch times each replica needs, such as to fill its pipeline; a replica with ``n`` microbatches
+    takes ``n + fill`` times its entry in ``seconds``.
 
     The result is optimal: each microbatch goes to the replica where it ends first, and adding microbatches only delays
     ends (Fox 1966).
@@ -84,8 +84,8 @@ class BatchSharing:
 
     def is_free(self, machine: PlacedMesh) -> bool:
         """Return whether ranks of ``dp`` may have different numbers of microbatches on the placement ``machine`` (a
-        topology with the mesh laid over it), and may gain by it: neither a constraint nor the candidate fixes the
-        numbers, and pipelines differ in speed."""
+        topology with the mesh laid over it), and different numbers may save time: neither a constraint nor the
+        candidate fixes the numbers, and pipelines differ in speed."""
         free = self.constraints.data_shares is None and self.independent
         return free and len(machine.distinct_pipelines) > 1
 
@@ -121,14 +121,14 @@ class BatchSharing:
         return self._share_out_batch([paces[seats] for seats in machine.pipelines])
 
     def by_stage(self, machine: PlacedMesh, shares: Shares) -> Sequence[Costs]:
-        """Return, for each pipeline stage, block name -> cost of a call of the block (such as a layer), by which the
-        cut into stages is chosen. ``machine``: the placement, a topology with the mesh laid over it. ``shares``: the
-        number of microbatches of each rank of ``dp``.
+        """Return, for each pipeline stage, block name -> cost of a call of the block (such as a layer). These costs
+        serve to choose the cut into stages. ``machine``: the placement, a topology with the mesh laid over it.
+        ``shares``: the number of microbatches of each rank of ``dp``.
 
         All pipelines get the same cut. If they differ in speed, costs are compared per microbatch of the pipeline that
-        has the most. The costs of a pipeline with fewer microbatches are therefore scaled down in proportion. Each
-        stage gets the greatest scaled costs of all pipelines. Stages with equal costs share one dict.
-        """
+        has the most microbatches: the costs of other pipelines are scaled down in proportion to their numbers of
+        microbatches. Each stage gets the greatest scaled costs of all pipelines. Stages with equal costs share one
+        dict."""
         candidate, pipelines = self.candidate, machine.pipelines
         if len(machine.distinct_pipelines) == 1 or not self.independent:
             return self.costs.by_stage(machine)
@@ -147,8 +147,8 @@ class BatchSharing:
 
     def _combine_longest(self, scaled: tuple[ScaledCosts, ...]) -> Costs:
         """Return the greatest costs of a stage over all pipelines: block name -> cost of a call of the block (such as a
-        layer). Equal arguments give one dict, so that results can be cached by its identity. ``scaled``: for each kind
-        of pipeline, the costs of the stage and the factor on their seconds."""
+        layer). ``scaled``: for each kind of pipeline, the costs of the stage and the factor on their seconds. Equal
+        arguments give the same dict object, so that other results can be cached by the identity of the dict."""
         if scaled not in self._longest:
             self._longest[scaled] = combine_longest_costs(
                 [_scale_costs_by_pace(costs.value, factor) for costs, factor in scaled]
@@ -157,8 +157,7 @@ class BatchSharing:
 
     def least(self, machine: PlacedMesh) -> float:
         """Return a lower bound in seconds on the step of every plan on the placement ``machine`` (a topology with the
-        mesh laid over it), for any division of the batch among pipelines and any cut into stages.
-        """
+        mesh laid over it). It is valid for any division of the batch among pipelines and any cut into stages."""
         key = SameObject(machine)
         if key not in self._least:
             self._least[key] = self._compute_division_lower_bound(machine)
@@ -185,9 +184,9 @@ class BatchSharing:
         return share_out(self.candidate.parts(self.global_batch), seconds, float(self.candidate.pp - 1))
 
     def _compute_division_lower_bound(self, machine: PlacedMesh) -> float:
-        """Return a lower bound in seconds on the step of every plan on the placement ``machine`` (a topology with the
-        mesh laid over it), for any division of the batch among pipelines and any cut into stages. It is computed anew,
-        without the cache."""
+        """Compute the lower bound of :meth:`least` in seconds, without the cache: on the step of every plan on the
+        placement ``machine`` (a topology with the mesh laid over it), for any division of the batch and any cut into
+        stages."""
         candidate, num_microbatches = self.candidate, self.candidate.num_microbatches(self.global_batch)
         overlap = self.constraints.overlap_steps
         fill = least_fill(candidate.schedule, candidate.pp, num_microbatches, candidate.virtual_stages, overlap)
@@ -211,10 +210,9 @@ class BatchSharing:
         pipelines wait for each other in every microbatch, the arguments describe a single pipeline.
 
         ``of_stages``: for each stage of the first kind of pipeline, then for each stage of the second kind, and so on,
-        the cost of a call by name of the block (such as a layer). ``different``: the distinct dicts in ``of_stages``,
-        by their Python ``id``, with the mean waits for ZeRO-3 collectives. ``counts``: the number of pipelines of each
-        kind.
-        """
+        block name -> cost of a call of the block (such as a layer). ``different``: Python ``id`` of a dict in
+        ``of_stages`` -> the same costs, with the mean waits for ZeRO-3 collectives. ``counts``: the number of pipelines
+        of each kind."""
         often, numbers = self._calls_by_block, {key: k for k, key in enumerate(different)}
         seconds = [
             [sum(getattr(of[b], name) for name in self._time_fields) for b in often] for of in different.values()

@@ -103,24 +103,23 @@ def split_of(
 @dataclass
 class ShareRecord:
     """Records which divisions of the batch among the ranks of ``dp`` were fast on the placements (assignments of ranks
-    to devices) of one mesh, so that slow ones need not be evaluated on further placements. A division is a tuple with
-    the number of microbatches of each rank; divisions that are equal after sorting count as one.
-    """
+    to devices) of one mesh, so that slow divisions need not be evaluated on further placements. A division is a tuple
+    with the number of microbatches of each rank; divisions that are equal after sorting are treated as equal."""
 
     _ratios: dict[Shares, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def tell(self, steps: Mapping[Shares, float]) -> None:
         """Record how fast several divisions of the batch were on one placement (assignment of ranks to devices), so
-        that slow divisions can be recognised later. ``steps``: a division of the batch (the number of microbatches of
-        each rank of ``dp``) -> seconds of a step with it, for each division that was tried."""
+        that slow divisions can be recognised later. ``steps``: the number of microbatches of each rank of ``dp`` ->
+        seconds of a step with this division of the batch, for each division that was tried."""
         best = min(steps.values(), default=math.inf)
         for kind, step in {tuple(sorted(shares)): step for shares, step in steps.items()}.items():
             self._ratios[kind].append(step / best)
 
     def is_poor(self, shares: Shares) -> bool:
         """Return whether the division of the batch ``shares`` (number of microbatches of each rank of ``dp``) need not
-        be tried again. That is so if it was tried on at least two placements (assignments of ranks to devices), and was
-        over 3 % slower than the best division on each of them."""
+        be tried again, because it was tried on at least two placements (assignments of ranks to devices) and was over
+        3 % slower than the best division on each of them."""
         found = self._ratios.get(tuple(sorted(shares)), [])
         return len(found) >= _SEEN and min(found) > _POOR
 
@@ -131,17 +130,17 @@ class PlacementEvaluator:
     is an assignment of ranks to devices, and the step time of this plan.
 
     - ``job``: the model, batch, cluster and constraints. ``local``: the graphs of one rank. ``costs``: the costs of
-      their block calls (such as layers) by device. ``states``: the costs of its parameters and buffers, by name.
+      their block calls (such as layers) by device. ``states``: the costs of the rank's parameters and buffers, by name.
     - ``reference``: the profile of a rank (device, speed and groups) that the sharding was optimized for.
     - ``check``: function of an estimate and a placement, which raises :class:`CapacityError` if hosts lack memory for
       offloaded data.
     - ``proven``: whether to compute tight lower bounds too. ``improved``: whether to search also for cuts with less
       idle time in the pipeline. ``cutoff_s``: plans that take at least this many seconds per step are of no interest;
       each plan that is found lowers it.
-    - ``record``: which divisions of the batch were fast on other placements, also on those of other candidates that
-      share it.
-    - ``lower_bounds``: for each evaluated placement that has a plan, a lower bound in seconds on all of its plans.
-      ``asked``: the placements that were evaluated so far, by identity.
+    - ``record``: which divisions of the batch were fast on other placements; candidates that differ only in ZeRO share
+      one record.
+    - ``lower_bounds``: for each evaluated placement that has a plan, a lower bound in seconds on the step of all plans
+      on it. ``asked``: the placements that were evaluated so far, by identity.
     """
 
     job: Job
@@ -167,9 +166,8 @@ class PlacementEvaluator:
         return BatchSharing(self.candidate, self.local, self.costs, *step, independent)
 
     def __call__(self, machine: PlacedMesh) -> tuple[float, PlacementResult]:
-        """Return the step time in seconds of the best plan on ``machine`` (a placement of the mesh), and that plan.
-        Raises :class:`PlanError` if there is none. A placement assigns ranks to devices.
-        """
+        """Return the step time in seconds of the best plan on ``machine``, a placement (assignment of the mesh's ranks
+        to devices), and that plan. Raises :class:`PlanError` if there is none."""
         self.asked.add(SameObject(machine))
         machine = self.dressed(machine)
         step, best, least = math.inf, None, math.inf
@@ -209,8 +207,8 @@ class PlacementEvaluator:
     def _order_divisions_by_lower_bound(self, machine: PlacedMesh) -> list[tuple[float, Shares]]:
         """Return the divisions of the batch to try first on the placement ``machine`` (a topology with the mesh laid
         over it), the most promising first. Each is a pair: a quick lower bound on the step in seconds, and the number
-        of microbatches of each rank of ``dp``. The bound is 0 where it is not needed, because there is one division, or
-        where it cannot be computed quickly."""
+        of microbatches of each rank of ``dp``. The bound is 0 if there is only one division, or if no quick bound is
+        known."""
         shares = self._batch_sharing.first(machine)
         if len(shares) == 1 or not self._has_floor:
             return [(0.0, each) for each in shares]
@@ -219,15 +217,15 @@ class PlacementEvaluator:
     @property
     def _has_floor(self) -> bool:
         """Return whether the step time of the candidate has a quick lower bound: the schedule is simulated forward by
-        forward and backward by backward (not computed with a formula), and each rank has one stage."""
+        forward and backward by backward (not computed with a formula), and each pipeline rank has one stage."""
         candidate = self.candidate
         simulated = not is_formula(candidate.schedule, candidate.pp, self.job.train)
         return simulated and is_plain(candidate.schedule, candidate.virtual_stages)
 
     def bound_plans(self, machine: PlacedMesh) -> float:
-        """Return a lower bound in seconds on all plans on ``machine`` (a placement of the mesh). No plan is priced if
-        the bound of the cuts into stages shows that none takes less than the cutoff. Raises :class:`PlanError` if there
-        is no plan."""
+        """Return a lower bound in seconds on the step of all plans on ``machine`` (a placement of the mesh). If a bound
+        on the cuts into stages already reaches the cutoff, no plan is priced. Raises :class:`PlanError` if there is no
+        plan."""
         dressed = self.dressed(machine)
         divisions = self._batch_sharing.first(dressed)
         if len(divisions) > 1 or self._batch_sharing.is_free(dressed):
@@ -250,10 +248,11 @@ class PlacementEvaluator:
         return problem, least_update(problem, held, machine)
 
     def bound_delays(self, machine: PlacedMesh) -> Sequence[Table]:
-        """Return, for each stage on the placement ``machine``, a table of lower bounds on the seconds from its last
-        backward to the end of its reductions, whose entry ``[start, stop]`` is for a stage of the block calls
-        ``start:stop`` (such as layers). Empty if these collectives do not overlap with computation. The bounds also
-        hold for fewer microbatches: less is then recomputed, so backwards are shorter and hide less."""
+        """Return, for each stage on the placement ``machine``, a table of lower bounds on the seconds from the stage's
+        last backward to the end of its gradient reductions. Entry ``[start, stop]`` of a table is for a stage that
+        consists of the block calls ``start:stop`` (such as layers). The result is empty if the reductions do not
+        overlap with computation. The bounds also hold with fewer microbatches: less is then recomputed, so backwards
+        are shorter and hide less."""
         machine = self.dressed(machine)
         problem, held, _ = self._build_stage_problem(machine, (), self.costs.by_stage(machine))
         if not is_priced_by_rank_ends(problem, machine):
@@ -265,10 +264,9 @@ class PlacementEvaluator:
         self, machine: PlacedMesh, shares: Shares, *, bound_only: bool = False
     ) -> tuple[float, PlacementResult | None, float]:
         """Find the best plan on the placement ``machine`` (a topology with the mesh laid over it) in which the ranks of
-        ``dp`` have the numbers of microbatches ``shares``. Return its step time in seconds, the plan, and a lower bound
-        in seconds on all such plans. ``bound_only``: if that bound is found to reach the cutoff before a plan is
-        priced, return infinity, ``None`` and the bound.
-        """
+        ``dp`` have the numbers of microbatches ``shares``. Return three values: its step time in seconds, the plan, and
+        a lower bound in seconds on the step of all such plans. ``bound_only``: whether to return infinity, ``None`` and
+        the bound if the bound is found to reach the cutoff before a plan is priced."""
         job, candidate = self.job, self.candidate
         costs = self._batch_sharing.by_stage(machine, shares)
         problem, held, shares = self._build_stage_problem(machine, shares, costs)
@@ -314,9 +312,9 @@ class PlacementEvaluator:
     def _build_stage_problem(
         self, machine: PlacedMesh, shares: Shares, costs_by_stage: Sequence[Costs]
     ) -> tuple[StageProblem, Mapping[str, StateCost], Shares]:
-        """Return the problem of cutting block calls (such as layers) into pipeline stages on the placement ``machine``
-        (a topology with the mesh laid over it), without the collectives at the ends of a step. Return also name of a
-        parameter or buffer -> its cost, and the number of microbatches of each rank of ``dp`` (empty if all have
+        """Return three values for the placement ``machine`` (a topology with the mesh laid over it): the problem of
+        cutting block calls (such as layers) into pipeline stages, without the collectives at the ends of a step; name
+        of a parameter or buffer -> its cost; and the number of microbatches of each rank of ``dp`` (empty if all have
         equally many). ``shares``: the requested number of microbatches of each rank of ``dp``. ``costs_by_stage``: for
         each stage, block name -> cost of a call with this division of the batch."""
         job, candidate = self.job, self.candidate
@@ -361,8 +359,8 @@ class PlacementEvaluator:
         """Return a probable lower bound in seconds on the step of the plans on the placement ``machine`` (a topology
         with the mesh laid over it). It is not proven, because it assumes that no division of the batch among the ranks
         of ``dp`` is much faster than the divisions that are tried first. It is at least as high as the proven bound of
-        this placement. ``cutoff_s``: a bound of this many seconds is tight enough. If the bound is below ``cutoff_s``,
-        it may be looser than the bound of one of several divisions, because the others are then not examined."""
+        this placement. ``cutoff_s``: a bound of this many seconds is tight enough. If one of the divisions has a bound
+        below ``cutoff_s``, the other divisions are not examined, and the result may be looser."""
         machine = self.dressed(machine)
         quick = self._batch_sharing.least(machine)
         if quick >= cutoff_s or not self._has_floor:
@@ -395,8 +393,10 @@ class PlacementEvaluator:
     def _compute_least_of(
         self, machine: PlacedMesh, shares: Shares, costs_by_stage: Sequence[Costs], cutoff_s: float
     ) -> float:
-        """Compute the lower bound of :meth:`_least_of`, which describes the other arguments, without the cache.
-        ``costs_by_stage``: for each stage, block name -> cost of a call of the block (such as a layer)."""
+        """Compute without a cache a lower bound in seconds on a step on the placement ``machine`` (a topology with the
+        mesh laid over it) if the ranks of ``dp`` have the numbers of microbatches ``shares``; infinite if no cut into
+        stages fits in memory. ``costs_by_stage``: for each stage, block name -> cost of a call of the block (such as a
+        layer). ``cutoff_s``: a bound of this many seconds is tight enough."""
         problem, held, _ = self._build_stage_problem(machine, shares, costs_by_stage)
         try:
             found = least_time(self._set_microbatches_in_flight(problem), cutoff_s, quick=True)
@@ -407,10 +407,10 @@ class PlacementEvaluator:
         return pipeline_s + least_update(problem, held, machine)
 
     def dressed(self, machine: PlacedMesh) -> PlacedMesh:
-        """Return the placement ``machine`` (a topology with the mesh laid over it) with the settings that decide costs.
-        Some are settings of the candidate, such as the ZeRO stage and the distribution of experts; others of the
-        planning problem, such as the precision. Calls with equal arguments return the same object, because other
-        results are cached by its identity."""
+        """Return the placement ``machine`` (a topology with the mesh laid over it) with the settings that decide costs:
+        settings of the candidate, such as the ZeRO stage and the distribution of experts, and settings of the planning
+        problem, such as the precision. Calls with equal arguments return the same object, because other results are
+        cached by the identity of this object."""
         key = SameObject(machine)
         if key not in self._dressed:
             self._dressed[key] = self.job.dressed(machine, self.candidate)

@@ -35,7 +35,7 @@ from partitioner.solve.sharding.sharding import ShardingSolution
 from partitioner.solve.stages.split import StageSplit
 from partitioner.topology.groups import stage_ranks
 
-# sizes of pp, dp, cp, tp and 1; ep, etp, ZeRO stage, dp_shard, samples, and whether these are all of a rank
+# sizes of pp, dp, cp, tp and 1; ep, etp, ZeRO stage, dp_shard, samples, and whether these are all samples of a rank
 FloorKey = tuple[int, int, int, int, int, int, int, int, int, int, bool]
 
 _CLOSE = 0.005  # relative difference of a bound from the best step time that is small enough
@@ -52,12 +52,11 @@ class SolvedCandidate:
     parts. ``stages``: the cut into stages. ``estimate``: time and memory of a step. ``context_model``: the model before
     its sequence is sharded over ``cp``; ``None`` if ``cp`` is 1. ``stage_of_call``: the stage index of each call of
     ``local.model``. ``devices``: the device index of each rank. ``recompute``: indices of the block calls (such as
-    layers) that are recomputed in full. ``selective``: indices of those that recompute selectively. ``offload``: the
-    kinds of data kept in host memory. ``reducing``: how gradients are reduced: by one collective or hierarchically,
-    compressed or not. ``data_shares``: the number of microbatches of each rank of ``dp``; empty if all have equally
-    many. ``lower_bound_s``: every plan of the candidate takes at least this many seconds, or at least the cutoff of the
-    search if that is smaller.
-    """
+    layers) that are recomputed in full. ``selective``: indices of the block calls with selective recomputation.
+    ``offload``: the kinds of data kept in host memory. ``reducing``: how gradients are reduced: by one collective or
+    hierarchically, compressed or not. ``data_shares``: the number of microbatches of each rank of ``dp``; empty if all
+    ranks have equally many. ``lower_bound_s``: every plan of the candidate takes at least this many seconds, or at
+    least the cutoff of the search if that is smaller."""
 
     candidate: MeshCandidate
     num_microbatches: int
@@ -68,7 +67,7 @@ class SolvedCandidate:
     stage_of_call: tuple[int, ...]
     recompute: tuple[int, ...]
     devices: tuple[int, ...]  # by rank
-    selective: tuple[int, ...] = ()  # calls that recompute selectively
+    selective: tuple[int, ...] = ()  # calls that are recomputed selectively
     offload: tuple[Offload, ...] = ()  # data kept in host memory
     context_model: FoldedModel | None = None  # one microbatch, before its sequence is shared over cp
     reducing: ReductionScheme = AT_ONCE  # how gradients are reduced
@@ -81,9 +80,9 @@ _GRAPHS = {"local", "batch", "context_model"}  # fields that are derived from th
 
 @dataclass(frozen=True)
 class PackedCandidate:
-    """A solved candidate without its graphs, in a form that is quick to pickle. ``values``: field of
-    :class:`SolvedCandidate` -> value, except for graphs. ``shardings``: those over ``cp`` and over ``tp``, from which
-    the graphs of a rank are derived."""
+    """A solved candidate without its graphs, in a form that is quick to pickle. ``values``: name of a field of
+    :class:`SolvedCandidate` -> value, for all fields except graphs. ``shardings``: the shardings over ``cp`` (``None``
+    if ``cp`` is 1) and over ``tp``, from which the graphs of a rank are derived."""
 
     values: dict[str, Any]
     shardings: Solutions
@@ -91,23 +90,23 @@ class PackedCandidate:
 
 # the constraints on which placements, shardings and costs of calls depend
 _OF_SHARDINGS = "context", "group_size", "placement", "recompute", "sequence_parallel"
-# fields of a job on which they do not depend
+# fields of a job on which placements, shardings and costs of calls do not depend
 _APART = {"constraints", "reserve", "reserves", "refused", "unfollowed", "simulated"}
 
 
 def _have_equal_shardings(job: Job, other: Job) -> bool:
-    """Return whether the placements, shardings and costs of calls of two planning problems are equal, so that one may
-    use those of the other."""
+    """Return whether the planning problems ``job`` and ``other`` have equal placements, shardings and costs of calls,
+    so that results for one of them are valid for the other."""
     names = [each.name for each in fields(Job) if each.name not in _APART]
     same = all(getattr(job, name) is getattr(other, name) for name in names)  # a changed copy shares the other fields
     return same and all(getattr(job.constraints, name) == getattr(other.constraints, name) for name in _OF_SHARDINGS)
 
 
 def _check_refused(job: Job, candidate: MeshCandidate) -> None:
-    """Raise the error that is recorded for ``candidate``, if any. ``job.refused`` has the errors of candidates whose
-    programs do not fit in memory, ``job.unfollowed`` those of candidates in whose layout a further program has no plan.
-    ``job``: the planning problem. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-    """
+    """Raise the error that ``job`` (the planning problem) has recorded for ``candidate``, if any. ``job.refused`` has
+    the errors of candidates whose programs do not fit in memory. ``job.unfollowed`` has the errors of candidates in
+    whose layout a further program of the plan, such as an evaluation, cannot run. ``candidate``: mesh sizes, microbatch
+    size, schedule and ZeRO stage."""
     unfollowed = job.unfollowed.get(candidate) or job.unfollowed.get(candidate.axes)
     error = job.refused.get(candidate) or unfollowed
     if error is not None:
@@ -119,9 +118,8 @@ class CandidateEvaluator:
     """Finds the best plan of single candidates (combinations of mesh sizes, microbatch size, schedule and ZeRO stage)
     of ``job`` (the model, batch, cluster and constraints). Results that candidates share, such as shardings, are
     computed once and cached. ``host_lacks``: whether a host's memory was too small for the data that some candidate
-    offloads. ``costs``: costs of shardings. ``floors``: lower bounds on the seconds of blocks (such as layers), as far
-    as they were computed. Evaluators of similar jobs share both.
-    """
+    offloads. ``costs``: cache of the costs of shardings. ``floors``: cache of lower bounds on the seconds of blocks
+    (such as layers). Evaluators of similar jobs share ``costs`` and ``floors``."""
 
     job: Job
     host_lacks: bool = False  # whether a host's memory was too small for what a candidate offloads
@@ -141,18 +139,16 @@ class CandidateEvaluator:
         improved: bool = True,
         cutoff_s: float = math.inf,
     ) -> SolvedCandidate:
-        """Return the best plan of ``candidate``. ``devices``: the device index of each rank; if ``None``, the placement
-        (assignment of ranks to devices) is searched. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
-        stage.
+        """Return the best plan of ``candidate`` (mesh sizes, microbatch size, schedule and ZeRO stage). ``devices``:
+        the device index of each rank; ``None``: the best placement (assignment of ranks to devices) is searched.
 
-        ``proven``: whether to compute a tight lower bound on the cut into stages too, which doubles the time for
-        schedules without a formula for the step time, which are simulated. ``improved``: whether, for these schedules,
+        ``proven``: whether to compute a tight lower bound on the cut into stages too. For schedules that are simulated,
+        because their step time has no formula, this doubles the time. ``improved``: whether, for simulated schedules,
         to search also for cuts with less idle time in the pipeline. ``cutoff_s``: plans that take at least this many
         seconds per step are of no interest, and bounds need not be tighter.
 
         Raises :class:`PlanError` (:class:`CapacityError` if memory does not suffice) or
-        :class:`partitioner.passes.errors.UnsupportedError` if there is no plan.
-        """
+        :class:`partitioner.passes.errors.UnsupportedError` if there is no plan."""
         job = self.job
         _check_refused(job, candidate)
         placement_evaluator = replace(self.build_placement_evaluator(candidate, proven, cutoff_s), improved=improved)
@@ -206,13 +202,14 @@ class CandidateEvaluator:
         found: BestPlacement[PlacementResult],
         cutoff_s: float,
     ) -> BestPlacement[PlacementResult]:
-        """Add lower bounds on the placements (assignments of ranks to devices) that ``evaluator`` has not evaluated to
-        its list of bounds, and return the best plan: ``found``, or that of another placement.
+        """Examine the placements (assignments of ranks to devices) that ``evaluator`` has not evaluated. Return the
+        best plan of all: ``found``, the best one so far, or the plan of another placement. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage.
 
-        If tight bounds are wanted and ``found`` takes at most ``cutoff_s`` seconds, a placement is evaluated unless
-        a quick bound is near the best step time. The quick bound does not know how much has to be recomputed.
-        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        A placement is evaluated if ``evaluator`` computes tight bounds, ``found`` takes at most ``cutoff_s`` seconds,
+        and a quick lower bound of the placement is clearly below the best step time. The quick bound ignores how much
+        has to be recomputed. For each placement that may have a plan, a lower bound is appended to
+        ``evaluator.lower_bounds``: a tight one if the placement is evaluated, otherwise the quick one."""
         is_best = evaluator.proven and found.cost <= cutoff_s
         others = [m for m in self.placements.candidates(candidate.grid) if SameObject(m) not in evaluator.asked]
         for least_s, machine in sorted(((evaluator.least(m), m) for m in others), key=lambda pair: pair[0]):
@@ -228,13 +225,13 @@ class CandidateEvaluator:
         return found
 
     def pack(self, solved: SolvedCandidate) -> PackedCandidate:
-        """Return ``solved``, a candidate that a fork of the first process has solved, in the form in which it is sent
-        to the first process."""
+        """Return ``solved`` without its graphs, in the form in which a forked process sends it to its parent."""
         values = {each.name: getattr(solved, each.name) for each in fields(solved) if each.name not in _GRAPHS}
         return PackedCandidate(values, (solved.local.context, solved.local.sharding))
 
     def unpack(self, packed: PackedCandidate) -> SolvedCandidate:
-        """Return the solved candidate that a fork of this process has packed."""
+        """Return the solved candidate that a fork of this process has packed with :meth:`pack`; its graphs are derived
+        again from the shardings."""
         candidate: MeshCandidate = packed.values["candidate"]
         key, num_microbatches = self._find_local_key(candidate)
         self.locals.ahead.remember(key, packed.shardings)
@@ -243,9 +240,10 @@ class CandidateEvaluator:
         return SolvedCandidate(**packed.values, local=local, batch=batch, context_model=context_model)
 
     def for_job(self, job: Job) -> CandidateEvaluator:
-        """Return an evaluator for ``job``, which shares placements, shardings and their costs with this one if they are
-        equal for both jobs. They are if the jobs differ only in the data kept in host memory, in reserved memory, in
-        the errors and simulated times of single candidates, and in constraints on which no sharding depends."""
+        """Return an evaluator for ``job``. If the placements, shardings and costs of both jobs are equal, the new
+        evaluator shares them with this one. They are equal if the jobs differ only in the data kept in host memory, in
+        reserved memory, in the errors and simulated times of single candidates, and in constraints on which no sharding
+        depends."""
         if not _have_equal_shardings(self.job, job):
             return CandidateEvaluator(job)
         other = CandidateEvaluator(job, costs=self.costs, floors=self.floors, _spread=self._spread)
@@ -254,19 +252,19 @@ class CandidateEvaluator:
 
     @property
     def without_share_history(self) -> CandidateEvaluator:
-        """Return a copy of this evaluator without its record of divisions of the batch among ranks that were slow on
-        earlier placements (assignments of ranks to devices). The results of the copy do not depend on earlier
-        evaluations."""
+        """Return a copy of this evaluator that has forgotten which divisions of the batch among the ranks of ``dp``
+        were slow on earlier placements (assignments of ranks to devices). The results of the copy do not depend on
+        earlier evaluations."""
         return replace(self, _records=defaultdict(ShareRecord))
 
     def _estimate_by_1f1b(self, candidate: MeshCandidate) -> Callable[[PlacedMesh], float]:
         """Return a function that estimates how good a placement is (a topology with the mesh of ``candidate`` laid over
-        it). It returns the seconds of a step there under the 1F1B schedule, which is quick to compute; infinite if the
-        candidate does not fit there. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        it). The function returns the seconds of a step on the placement under the 1F1B schedule, which is quick to
+        compute, or infinity if the candidate does not fit in memory. ``candidate``: mesh sizes, microbatch size,
+        schedule and ZeRO stage.
 
-        The estimate serves only to compare placements, which differ in devices, links and collectives. It is not the
-        step time of the candidate, under whose own schedule gradient reductions start earlier.
-        """
+        The estimate serves only to compare placements. It is not the step time of the candidate, under whose own
+        schedule gradient reductions start earlier."""
         placement_evaluator = self.build_placement_evaluator(
             replace(candidate, schedule="1f1b", virtual_stages=1), proven=False
         )
@@ -280,9 +278,9 @@ class CandidateEvaluator:
         return seconds
 
     def tries_all(self, candidate: MeshCandidate) -> bool:
-        """Return whether this evaluator tries all placements (assignments of ranks to devices) of ``candidate`` and all
-        divisions of the batch among the ranks of ``dp`` when it solves the candidate. Its plan is then the best of all,
-        and not only the best of those tried. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
+        """Return whether :meth:`solve` tries all placements (assignments of ranks to devices) of ``candidate`` and all
+        divisions of the batch among the ranks of ``dp``. The plan that it returns is then optimal. ``candidate``: mesh
+        sizes, microbatch size, schedule and ZeRO stage."""
         if not self.placements.complete(candidate.grid):
             return False
         independent = candidate.replicas_run_independently(self.job.model.updates)
@@ -314,20 +312,19 @@ class CandidateEvaluator:
         return local, costs, self.costs.compute_state_costs(self.job, candidate, key, local)
 
     def find_local_costs(self, key: LocalKey, num_microbatches: int) -> tuple[LocalModel, CallCostCache]:
-        """Return the graphs of one rank with the cache key ``key``, and a cache of the costs of their block calls (such
-        as layers) by device. ``num_microbatches``: the number of microbatches of a rank. Raises :class:`PlanError` or
-        :class:`partitioner.passes.errors.UnsupportedError` if the model cannot be sharded in this way.
-        """
+        """Return two values: the graphs of one rank with the cache key ``key``, and a cache of the costs of their block
+        calls (such as layers) by device. ``num_microbatches``: the number of microbatches of a rank. Raises
+        :class:`PlanError` or :class:`partitioner.passes.errors.UnsupportedError` if the model cannot be sharded in this
+        way."""
         local = self.locals.at(key, num_microbatches)
         return local, self.costs.cache_call_costs(self.job, key, local)
 
     def list_stage_costs(self, candidate: MeshCandidate, costs: CallCostCache) -> list[Costs]:
         """Return the distinct call costs that the stages of ``candidate`` have under its possible placements
-        (assignments of ranks to devices). Each entry is a dict: name of a block, such as a layer -> cost of one call.
-        If not all possible placements are known, return instead one dict for each device type, with the best groups
-        that any placement could have, so that lower bounds still hold. ``costs``: the cache from which call costs are
-        taken. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        (assignments of ranks to devices), as a list of dicts: name of a block, such as a layer -> cost of one call. If
+        not all possible placements are known, the list instead has one dict for each device type, with the best groups
+        that any placement could have, so that lower bounds stay valid. ``costs``: the cache from which call costs are
+        taken. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         if not self.placements.complete(candidate.grid):
             return self.list_best_rank_costs(candidate, costs)
         machines = [self.job.dressed(machine, candidate) for machine in self.placements.candidates(candidate.grid)]
@@ -335,10 +332,10 @@ class CandidateEvaluator:
         return list({id(of): of for machine in machines for of in each(machine)}.values())
 
     def list_best_rank_costs(self, candidate: MeshCandidate, costs: CallCostCache) -> list[Costs]:
-        """Return lower bounds on the costs of calls on each device type: for each type, block name -> cost of a call of
-        the block (such as a layer). The communication groups of the rank are the fastest that any placement (assignment
-        of ranks to devices) could have. ``costs``: the cache from which call costs are taken. ``candidate``: mesh
-        sizes, microbatch size, schedule and ZeRO stage."""
+        """Return lower bounds on the costs of calls on each device type, as a list with one dict for each type: block
+        name -> cost of a call of the block (such as a layer). The communication groups of the rank are the fastest that
+        any placement (assignment of ranks to devices) could have. ``costs``: the cache from which call costs are taken.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         one_each = candidate.parts(self.job.global_batch) == candidate.dp
         all_wait = candidate.pp == 1 and (one_each or not candidate.replicas_run_independently(self.job.model.updates))
         best = partial(self.placements.best_group, everywhere=all_wait)
@@ -352,9 +349,9 @@ class CandidateEvaluator:
         return [costs.at(RankProfile(*pace, groups), replace(spread, **over)) for pace in self.job.topology.paces[0]]
 
     def _find_local_key(self, candidate: MeshCandidate) -> Wanted:
-        """Return the cache key of the sharded graphs that one rank of ``candidate`` runs for one microbatch, and its
-        number of microbatches. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        """Return two values: the cache key of the sharded graphs that one rank of ``candidate`` runs for one
+        microbatch, and the number of microbatches of the rank. ``candidate``: mesh sizes, microbatch size, schedule and
+        ZeRO stage."""
         num_microbatches = candidate.num_microbatches(self.job.global_batch)
         key = self.locals.key(candidate, candidate.parts(self.job.global_batch), num_microbatches == 1)
         return key, num_microbatches

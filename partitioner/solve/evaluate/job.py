@@ -28,9 +28,9 @@ class CompanionProgram:
     plan's main program, such as training. It cannot run in every layout, so a layout is searched in which both programs
     can run.
 
-    ``job``: its planning problem. ``weight``: how often it is executed for each execution of the main program.
-    ``inputs``: name of an input -> layouts over ``tp`` that it may have; others are replicated.
-    """
+    ``job``: the planning problem of the further program. ``weight``: how often it is executed for each execution of the
+    main program. ``inputs``: name of an input -> layouts over ``tp`` that the input may have; other inputs are
+    replicated."""
 
     job: Job
     weight: float = 1.0
@@ -48,19 +48,18 @@ class Job:
       data-parallel parts. ``profile``: how the plan is executed, such as the framework and its kernels.
     - ``reserve``: bytes of every rank's memory that stay free. ``reserves``: mesh candidate -> further reserved bytes.
       ``refused``: mesh candidate -> error to raise, for candidates whose emitted programs are known not to fit.
-      ``unfollowed``: mesh candidate -> error to raise, for candidates in whose layout a further program has no plan; a
-      key may also be :attr:`MeshCandidate.axes`, the mesh sizes, which excludes all candidates with them.
-      ``simulated``: mesh candidate -> simulated seconds of a step, for candidates whose programs take longer than their
-      estimates.
-    - ``layout``: if another program of the same plan exists already, the layout of its parameters and buffers, which
-      has to be kept; else ``None``.
-    - ``further_samples``, ``further_positions``: numbers of samples in a batch, and of positions in a sample, of the
-      further programs that will have the layout of this one. ``companions``: the further programs that are sharded
-      together with this one, because they cannot run in every layout of it.
+      ``unfollowed``: mesh candidate -> error to raise, for candidates in whose layout a further program of the plan,
+      such as an evaluation, cannot run; a key may also be :attr:`MeshCandidate.axes`, the mesh sizes, which excludes
+      all candidates with these sizes. ``simulated``: mesh candidate -> simulated seconds of a step, for candidates
+      whose programs take longer than their estimates.
+    - ``layout``: if the main program of the same plan exists already, the layout of its parameters and buffers, which
+      has to be kept; otherwise ``None``.
+    - ``further_samples``, ``further_positions``: for the further programs that will run in the layout of this one, the
+      numbers of samples in a batch and of positions in a sample. ``companions``: the further programs that are sharded
+      together with this one, because they cannot run in every layout of this program.
 
-    ``topology``: the cluster. ``constraints``: the choices that the user fixed. ``optimizer``: its name, such as
-    ``"adam"``.
-    """
+    ``topology``: the cluster. ``constraints``: the choices that the user fixed. ``optimizer``: name of the optimizer,
+    such as ``"adam"``."""
 
     model: FoldedModel
     batch: ShardingSolution
@@ -103,15 +102,15 @@ class Job:
 
     @property
     def samples(self) -> int:
-        """Return the number of samples for which the model's graphs were captured. If the user gave a size of groups of
-        interacting samples, it is the size of one group, else the size of the global batch."""
+        """Return the number of samples for which the model's graphs were captured: the size of one group if the user
+        gave a size of groups of interacting samples, otherwise the global batch."""
         return self.constraints.group_size or self.global_batch
 
     @cached_property
     def expert_batch(self) -> ShardingSolution:
         """Return the layouts that split the batch into microbatches and data-parallel parts if experts are distributed
         over ranks. Ranks with different samples can hold different experts only if the layouts shard the experts' work
-        by rows (tokens). If the usual layouts of this job do so, or if no others do, the usual layouts are returned."""
+        by rows (tokens). If the layouts ``batch`` do this, or if no layouts can, the result is ``batch``."""
         if self.constraints.group_size is not None:
             return self.batch  # nothing is cut within a group
         return spread_batch(self.model, self.batch, self.global_batch)

@@ -44,9 +44,9 @@ _LEAST_ROUNDS = 2
 @dataclass
 class LocalModels:
     """The local models of a job: the sharded graphs that one rank runs for one microbatch. Each is computed when it is
-    first needed. If sharding takes long, a forked process computes in advance those that were announced in the queue
-    :attr:`ahead`. ``job``: the model, batch, cluster and constraints. ``placements``: finds the placements (assignments
-    of ranks to devices) of a mesh."""
+    first needed. If sharding takes long, a forked process computes models that were announced in the queue
+    :attr:`ahead` in advance. ``job``: the model, batch, cluster and constraints. ``placements``: finds the placements
+    (assignments of ranks to devices) of a mesh."""
 
     job: Job
     placements: Placements
@@ -58,7 +58,7 @@ class LocalModels:
     _none: dict[LocalKey, PartitionError] = field(default_factory=dict)  # why there is no local model
     _seats: dict[tuple[int, int], RankProfile] = field(default_factory=dict)
     _operators: PricedOperators = field(default_factory=PricedOperators)
-    _companions: dict[int, LocalModels] = field(default_factory=dict)  # by place among the job's companions
+    _companions: dict[int, LocalModels] = field(default_factory=dict)  # by index among the job's companions
 
     def key(self, candidate: MeshCandidate, parts: int, whole: bool) -> LocalKey:
         """Return the cache key of a candidate's local model (the sharded graphs of one rank); candidates with equal
@@ -71,8 +71,8 @@ class LocalModels:
 
     def is_whole(self, candidate: MeshCandidate, size: int) -> bool:
         """Return whether the graphs of ``candidate`` for microbatches of ``size`` samples may be valid only for ranks
-        with a single microbatch. That is so if samples of the batch interact, and each rank has one microbatch of this
-        size. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
+        with a single microbatch. This is the case if samples of the batch interact and each rank has one microbatch of
+        this size. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         whole = size == candidate.microbatch_size and candidate.num_microbatches(self.job.global_batch) == 1
         return whole and self.coupled
 
@@ -113,8 +113,7 @@ class LocalModels:
     @cached_property
     def coupled(self) -> bool:
         """Return whether samples of the batch interact, so that the graphs depend on whether all samples of a rank are
-        one microbatch.
-        """
+        one microbatch. Return ``False`` if a microbatch is one group of interacting samples."""
         if self.job.constraints.group_size is not None:
             return False  # a microbatch is one group, however many the rank has
         batch, samples = self.job.batch, self.job.global_batch
@@ -168,13 +167,12 @@ class LocalModels:
         return self.job.expert_batch if key[4] else self.job.batch
 
     def _find_sharding_problem(self, model: FoldedModel, key: LocalKey, dp: int) -> ShardingProblem:
-        """Return the problem of sharding ``model`` over ``tp`` at the least cost. Variants that distribute experts
-        differently share one problem, because they only differ in the strategies that they allow. A strategy is a way
-        to run an operator on the ranks: the layouts of its operands and results.
+        """Return the problem of sharding ``model`` over ``tp`` at the least cost. A solution assigns a strategy to
+        every operator: the layouts of its operands and results. Candidates that differ only in how experts are
+        distributed share one problem, because they only allow different strategies.
 
         ``key``: the cache key of the local model (the sharded graphs of one rank). ``dp``: number of ranks over which
-        the batch is distributed.
-        """
+        the batch is distributed."""
         if key[:5] not in self._problems:
             costs = self._build_tensor_costs(model, "tp", key)
             problem: ShardingProblem
@@ -190,11 +188,11 @@ class LocalModels:
 
     def _list_companion_models(self, key: LocalKey, dp: int) -> list[CompanionModel]:
         """Return the models of the companions for one microbatch. Companions are further programs of the plan, such as
-        an evaluation, that are sharded together with the main program's model. ``key``: the cache key of the local
-        model (the sharded graphs of one rank) of the main program; the microbatch of a companion is at most as large as
-        that of the main program. ``dp``: number of ranks over which the batch is distributed. Raise
-        :class:`PartitionError` if the samples of a companion, or its sequence, cannot be divided.
-        """
+        an evaluation, that are sharded together with the main program's model. The microbatch of a companion is at most
+        as large as that of the main program. ``key``: the cache key of the main program's local model (the sharded
+        graphs of one rank). ``dp``: number of ranks over which the batch is distributed.
+
+        Raises :class:`PartitionError` if the samples of a companion, or its sequence, cannot be divided."""
         found, most = [], self.job.global_batch // key[2]
         for number, companion in enumerate(self.job.companions):
             if number not in self._companions:
@@ -216,11 +214,10 @@ class LocalModels:
     def find_model(
         self, key: LocalKey, num_microbatches: int, known: ShardingSolution | None = None
     ) -> tuple[FoldedModel, ShardingSolution | None]:
-        """Return the model of one microbatch with the shapes of one rank of ``cp``, before it is sharded over ``tp``,
-        and its sharding over ``cp`` (``None`` if ``cp`` is 1). ``key``: the cache key of the local model (the sharded
-        graphs of one rank). ``num_microbatches``: the number of microbatches of a rank. ``known``: the sharding over
-        ``cp``, if it was found before; ``None``: it is computed.
-        """
+        """Return two values: the model of one microbatch with the shapes of one rank of ``cp``, before it is sharded
+        over ``tp``, and its sharding over ``cp`` (``None`` if ``cp`` is 1). ``key``: the cache key of the local model
+        (the sharded graphs of one rank). ``num_microbatches``: the number of microbatches of a rank. ``known``: the
+        sharding over ``cp`` if it was found before; ``None``: it is computed."""
         batch = self._select_batch_sharding(key)
         if key[2:5] not in self._splits:
             grouped = self.job.constraints.group_size is not None
@@ -251,14 +248,13 @@ class LocalModels:
         return self._contexts[key[:5]]
 
     def _rounds(self, key: LocalKey) -> int:
-        """Return the number of microbatches by which costs that occur once per step are divided when shardings are
-        compared. It is the least number that a rank of any candidate with the cache key ``key`` may have, so that the
-        sharding does not depend on which of these candidates is solved first.
+        """Return by how many microbatches the costs that occur once per step are divided when shardings are compared.
+        The number is the least that a rank of any candidate with the cache key ``key`` may have, so that the sharding
+        does not depend on which of these candidates is solved first.
 
-        It is at least two, even if a rank may have one microbatch. With one, a gradient reduction inside the graph
-        would seem as cheap as a reduction at the end of a step. But the latter is cheaper, because it can run as one
-        collective with others, in a bucket.
-        """
+        The number is at least two, even if a rank may have one microbatch. With one microbatch, a gradient reduction
+        inside the graph would seem as cheap as a reduction at the end of a step. But the latter is cheaper, because it
+        can be merged with other reductions in a bucket."""
         tp, cp, parts, *_ = key
         return max(_LEAST_ROUNDS, parts * tp * cp // self.job.topology.num_devices)
 
@@ -303,9 +299,9 @@ class LocalCosts:
     _states: dict[tuple[Any, ...], StateCosts] = field(default_factory=dict)
 
     def cache_call_costs(self, job: Job, key: LocalKey, local: LocalModel) -> CallCostCache:
-        """Return the cache from which costs of calls of ``local``, the graphs of one rank, are taken. Costs are stored
+        """Return the cache from which costs of calls of ``local``, the graphs of one rank, are taken. It stores costs
         for each kind of rank (device, speed and groups). ``job``: the model, batch, cluster and constraints. ``key``:
-        the cache key of ``local``; equal keys share one cache."""
+        the cache key of ``local``; calls with equal keys return the same cache."""
         if key not in self._calls:
             how = recompute_mode(job.constraints.recompute)
             self._calls[key] = CallCostCache(
@@ -320,10 +316,10 @@ class LocalCosts:
     def compute_state_costs(
         self, job: Job, candidate: MeshCandidate, key: LocalKey, local: LocalModel
     ) -> dict[str, StateCost]:
-        """Return the costs of parameters and buffers on one rank of ``candidate``: name -> cost. They do not depend on
-        the placement (assignment of ranks to devices). ``job``: the model, batch, cluster and constraints. ``key``: the
-        cache key of ``local``, the graphs of one rank. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
-        stage."""
+        """Return the costs of parameters and buffers on one rank of ``candidate``: name -> cost. These costs do not
+        depend on the placement (assignment of ranks to devices). ``job``: the model, batch, cluster and constraints.
+        ``key``: the cache key of ``local``, the graphs of one rank. ``candidate``: mesh sizes, microbatch size,
+        schedule and ZeRO stage."""
         held = (
             job.constraints.offload,
             candidate.dp > 1,

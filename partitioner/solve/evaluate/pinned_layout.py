@@ -23,10 +23,9 @@ class PinnedLayout:
 
     ``states``: name -> layout over ``tp``. ``stages``: module path -> the (virtual) stage indices of its block calls
     (such as layers), in order. ``home``: for each state that only one stage reads, name -> index of that stage.
-    ``program``: the main program. ``inputs``: layouts over ``tp`` of inputs that the ranks keep in shards, by value
-    name, such as key/value caches; other inputs are whole on every rank. ``outputs``: layouts over ``tp`` of outputs,
-    by value name; the others are free.
-    """
+    ``program``: the main program. ``inputs``: name of an input that the ranks keep in shards, such as a key/value cache
+    -> layout over ``tp``; other inputs are whole on every rank. ``outputs``: name of an output -> layout over ``tp``;
+    other outputs may have any layout."""
 
     states: Mapping[str, Layout]
     stages: Mapping[str, tuple[int, ...]]
@@ -63,9 +62,10 @@ class PinnedLayout:
 
     def pinned_calls(self, calls: Sequence[StageCall]) -> dict[int, int]:
         """Return the stages that the plan's main program (such as training) fixes for calls of a further program (such
-        as an evaluation): index among ``calls`` -> stage index. A call of a block (such as a layer) is fixed by its
-        module path, else by its parameters and buffers, because both programs use the same weights. The result is empty
-        if these stage indices do not ascend in the order of ``calls``."""
+        as an evaluation), as a dict: index among ``calls`` -> stage index. If the main program calls the same module
+        path equally often, the stage of a block call (such as a layer) is that of the main program's call. Otherwise it
+        is the last of the stages that alone have parameters or buffers of the call; a call without such a stage is left
+        out. The result is empty if these stage indices do not ascend in the order of ``calls``."""
         seen: dict[str, int] = defaultdict(int)
         counts: dict[str, int] = defaultdict(int)
         for call in calls:

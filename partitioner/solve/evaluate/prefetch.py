@@ -28,11 +28,11 @@ Reading = tuple[Hashable, LocalKey, Callable[[], Any]]  # a result: its name, th
 
 
 class PrefetchQueue:
-    """The local models (sharded graphs of one rank) and results that were announced to be needed. ``solve``: function
-    that solves the sharding of a local model, given its cache key and the number of microbatches of a rank. ``built``:
-    the local models that exist already, by their cache keys; the caller adds to it. ``spent_s``: processor seconds that
-    the caller has spent on shardings so far; the second process is only started if sharding takes long.
-    """
+    """A queue of local models (sharded graphs of one rank) and of results that the search will need, which a second
+    process computes ahead. ``solve``: function that solves the sharding of a local model, given its cache key and the
+    number of microbatches of a rank. ``built``: cache key -> local model, for the models that exist already; the caller
+    adds entries. The attribute ``spent_s``: processor seconds that the caller has spent on shardings so far; the second
+    process is only started if sharding takes long."""
 
     def __init__(self, solve: Callable[[LocalKey, int], Solutions], built: Mapping[LocalKey, object]) -> None:
         self._solve, self._built, self.spent_s = solve, built, 0.0
@@ -63,9 +63,8 @@ class PrefetchQueue:
                 self._worker.wish(problem)
 
     def take_result(self, name: Hashable) -> Any | None:
-        """Return the announced result with the key ``name`` if a second process has computed it. ``None`` means that
-        the caller has to compute it.
-        """
+        """Return the announced result with the key ``name`` if a second process has computed it; otherwise ``None``,
+        and the caller has to compute the result."""
         if self._worker is None:
             return None
         if os.getpid() != self._process_id:
@@ -78,8 +77,7 @@ class PrefetchQueue:
         self._known.setdefault(key, solutions)
 
     def pause(self) -> None:
-        """Let the second process begin no further work, so that others have its processor, until :meth:`resume` is
-        called."""
+        """Let the second process begin no further work until :meth:`resume` is called, to free its processor."""
         if self._worker is not None:
             self._worker.pause(True)
 
@@ -90,15 +88,15 @@ class PrefetchQueue:
 
     def end(self) -> None:
         """Stop the second process that computes sharded graphs ahead, and forget which graphs and results were
-        announced. Others may be announced after that."""
+        announced. The queue can be used again afterwards."""
         self._expected, self._readings, self._priorities = {}, [], {}
         if self._worker is not None:
             self._worker.end()
             self._worker = None
 
     def take_solutions(self, key: LocalKey) -> Solutions | None:
-        """Return the sharding solutions, over ``cp`` and over ``tp``, of the local model (sharded graphs of one rank)
-        with the cache key ``key`` if the second process has found them, or else ``None``. If that process is still
+        """Return the shardings over ``cp`` and over ``tp`` of the local model (sharded graphs of one rank) with the
+        cache key ``key`` if the second process has found them; otherwise ``None``. If the second process is still
         working on them, this process solves other announced problems in the meantime."""
         if key in self._known:
             return self._known[key]

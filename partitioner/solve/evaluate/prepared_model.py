@@ -1,10 +1,9 @@
-"""Capture and fold a model once, to plan it many times.
+"""Capture a model as a graph and fold equal layers into one block once, to plan the model many times.
 
 Planning creates many objects (graphs) that live until the plan is made. ``rare_collections`` therefore reduces the
 number of passes of Python's cyclic garbage collector while a plan is made. A full pass right afterwards would take
 longer than the rest of the work. Instead, the objects are moved to the oldest generation, which is collected before a
-later plan, after several plans have left objects there.
-"""
+later plan, after several plans have left objects there."""
 
 from __future__ import annotations
 
@@ -60,14 +59,14 @@ class PreparedModel:
 
     The model is captured when it is first planned, once for each combination of global batch, size of groups of
     samples, and device type. ``model``, ``inputs``: the model, and one batch of its arguments. ``loss``: computes the
-    loss from the output; ``None``: the output has it. ``objective``: ``train`` or ``infer``. ``precision``: such as
-    ``bf16``; ``None``: that of the parameters. ``notes``: sentences about parts of the given module that are left out.
-    ``given``: function that returns the captured graph for ``inputs`` without a capture, such as from the graphs for
-    other batch shapes; ``None``: the model has to be captured. ``given_folded``: function that returns the model as
-    calls of blocks for ``inputs``, made from the blocks for other batch shapes, or ``None`` if that is not possible.
-    The field itself is ``None`` if there are no other batch shapes. ``documents``: the typical lengths of packed
-    documents in positions, which the cost model reads; empty: those in ``inputs``, if these have values.
-    """
+    loss from the output; ``None``: the output contains the loss. ``objective``: ``train`` or ``infer``. ``precision``:
+    such as ``bf16``; ``None``: that of the parameters. ``notes``: sentences for the user about parts of the given
+    module that are left out. ``given``: function that returns the captured graph for ``inputs`` without a capture, such
+    as from the graphs for other batch shapes; ``None``: the model has to be captured. ``given_folded``: function that
+    returns the model as calls of blocks for ``inputs``, made from the blocks for other batch shapes, or ``None`` if
+    that is not possible. The field itself is ``None`` if there are no other batch shapes. ``documents``: the typical
+    lengths of packed documents in positions, for the cost model; empty: the lengths are read from ``inputs``, if these
+    have values."""
 
     model: nn.Module | ExportedProgram
     inputs: Inputs = None
@@ -120,13 +119,12 @@ class PreparedModel:
     def _of_groups(self, global_batch: int | None, size: int, constraints: Constraints, device: str) -> Work:
         """Return three values for a model whose samples interact within groups, such as in a contrastive loss or in
         batch norm: the model as calls of blocks (such as layers), the layouts that split its batch, and the global
-        batch size. Its graphs are for one group of ``size`` samples, and its loss is that group's part of the mean over
+        batch size. The graphs are for one group of ``size`` samples, and the loss is that group's part of the mean over
         all groups.
 
-        ``global_batch``: number of samples of a step; ``None``: as many as the inputs have. ``constraints``: the
-        user's; with them it is checked that the batch is a whole number of groups. ``device``: the device type to
-        capture for, such as ``"cpu"``.
-        """
+        ``global_batch``: number of samples of a step; ``None``: as many as the inputs have. ``constraints``: the user's
+        constraints, which check that the batch is a whole number of groups. ``device``: the device type to capture for,
+        such as ``"cpu"``."""
         given, dims = find_batch_dims(self.model, self.inputs)
         batch = given if global_batch is None else global_batch
         constraints.check_groups(batch)
@@ -157,8 +155,7 @@ class PreparedModel:
     def _capture_model(self, global_batch: int | None, device: str, lift_numbers: bool = True) -> Captured:
         """Capture the model as a graph. ``global_batch``: number of samples in the graph; ``None``: as many as the
         inputs have. ``device``: the device type to capture for. ``lift_numbers``: whether numbers among the inputs
-        become tensors; else they are constants.
-        """
+        become tensors in the graph; if not, they become constants."""
         return capture(
             self.model,
             self.inputs,
@@ -201,7 +198,7 @@ class PreparedModel:
         if not count and not chunked and not list_prefix_attentions(normal.graph):
             return ()
         values = {}
-        if self.given is None:  # otherwise inputs of another shape are without numbers
+        if self.given is None:  # otherwise inputs of another shape have no values
             leaves = (leaf for part in split_inputs(self.model, self.inputs) for leaf in leaf_paths(part))
             values = {path: leaf for path, leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_meta}
         lengths = set_document_lengths(normal, self.documents, values)
@@ -226,8 +223,8 @@ class PreparedModel:
 
 @contextmanager
 def _explain_input_errors(size: int) -> Iterator[None]:
-    """Return a context in which errors about inputs also say that the model is captured with ``size`` samples, the size
-    of a group of interacting samples."""
+    """Return a context manager that adds to errors about inputs that the model is captured with ``size`` samples, the
+    size of a group of interacting samples."""
     try:
         yield
     except InputsError as error:
@@ -238,9 +235,8 @@ def _explain_input_errors(size: int) -> Iterator[None]:
 
 
 def _warn_about_evaluation_mode(asked: nn.Module | ExportedProgram) -> Iterator[str]:
-    """Yield one warning, a text for the user, if the model is to be trained but is in evaluation mode, and some of its
-    modules (such as dropout) depend on the mode. Otherwise yield nothing. ``asked``: the model.
-    """
+    """Yield one warning for the user if the model ``asked``, which is to be trained, is in evaluation mode and some of
+    its modules (such as dropout) depend on the mode. Otherwise yield nothing."""
     if isinstance(asked, ExportedProgram) or asked.training:
         return
     kinds = sorted({type(module).__name__ for module in asked.modules() if _acts_by_mode(module)})
@@ -260,9 +256,8 @@ def _acts_by_mode(module: nn.Module) -> bool:
 
 
 def _list_inference_warnings(model: FoldedModel, asked: nn.Module | ExportedProgram) -> Iterator[str]:
-    """Yield warnings about inference with a model that draws random numbers or changes its own buffers. ``model``: its
-    graphs. ``asked``: the module or ``torch.export`` program that the user gave.
-    """
+    """Yield warnings for the user about inference with a model that draws random numbers or changes its own buffers.
+    ``model``: the model's graphs. ``asked``: the module or ``torch.export`` program that the user gave."""
     if SEED in model.states and isinstance(asked, nn.Module) and asked.training:
         yield (
             "the forward draws random numbers, as dropout in training mode does; call model.eval() before "
@@ -279,11 +274,10 @@ def _list_inference_warnings(model: FoldedModel, asked: nn.Module | ExportedProg
 
 @contextmanager
 def modes_of_a_new_process() -> Iterator[None]:
-    """Return a context in which gradients are enabled and tensors are created on the CPU.
+    """Return a context manager in which gradients are enabled and tensors are created on the CPU.
 
     A caller may be inside ``no_grad``, ``inference_mode`` or ``torch.device``. These modes are not part of the model,
-    and ranks run in processes of their own.
-    """
+    and ranks run in processes of their own."""
     elsewhere = torch.get_default_device().type != "cpu"
     with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu") if elsewhere else nullcontext():
         yield
@@ -309,11 +303,10 @@ def prepare(
         loss: computes the scalar loss from the output; ``None``: the output is, or contains, the loss.
         objective: what a step is: ``train`` or ``infer``.
         precision: such as ``bf16``, ``fp32``, ``fp8`` or ``nvfp4``; ``None``: that of the parameters.
-        documents: typical lengths of packed documents in positions, for the cost model; (): those of inputs that have
-            values.
+        documents: typical lengths of packed documents in positions, for the cost model; empty: the lengths are read
+            from ``inputs``, if these have values.
 
-    Raises :class:`InputsError` if ``model`` is no model, or if it was prepared with other arguments.
-    """
+    Raises :class:`InputsError` if ``model`` is not a model, or if it was prepared with other arguments."""
     if not isinstance(model, nn.Module | ExportedProgram | PreparedModel):
         raise InputsError(
             "model must be a torch.nn.Module, an exported program or the result of prepare(); got "
@@ -349,7 +342,7 @@ def prepare(
     return PreparedModel(model, inputs, loss, objective, precision, notes, documents=tuple(int(n) for n in documents))
 
 
-_OF_PRODUCTS = ("tf32", "fp8", "nvfp4")  # precisions of products alone
+_OF_PRODUCTS = ("tf32", "fp8", "nvfp4")  # precisions of matrix products only
 
 _RARELY = (2_000_000, 10, 10)  # thresholds of the collector: more objects than a usual plan creates
 
@@ -361,9 +354,9 @@ _put_off = 0
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Return a context in which Python's cyclic garbage collector runs after many more allocations than usual. At its
-    end the user's thresholds are restored, and the new objects are moved to the oldest generation, so that they do not
-    trigger a full pass."""
+    """Return a context manager in which Python's cyclic garbage collector runs after many more allocations than usual.
+    At its end the user's thresholds are restored, and the new objects are moved to the oldest generation, so that they
+    do not trigger a full pass."""
     global _put_off
     before = gc.get_threshold()
     rarely = gc.isenabled() and before[0] > 0

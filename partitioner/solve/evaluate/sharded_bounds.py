@@ -1,8 +1,8 @@
-"""Bound the costs of a candidate's blocks from solved shardings: on any placement, and before the candidate is solved.
+"""Bound the costs of a candidate's blocks on any placement, from solved shardings, before the candidate itself is
+solved.
 
-Lower bounds for a small microbatch may come from the sharding of a larger one. A second process computes bounds ahead
-that were announced.
-"""
+Lower bounds for a small microbatch may come from the sharding of a larger one. A second process computes announced
+bounds ahead."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from partitioner.solve.sharding.local_model import LocalModel
 
 class ShardedBounds:
     """Computes lower bounds on candidates (combinations of mesh sizes, microbatch size, schedule and ZeRO stage) from
-    their shardings, on any placement (assignment of ranks to devices). ``evaluator``: plans the candidates; shardings,
-    costs and the bounds of blocks (such as layers) that were computed are shared with it."""
+    their shardings, on any placement (assignment of ranks to devices). ``evaluator``: the object that plans the
+    candidates; both objects share shardings, costs and the bounds of blocks (such as layers)."""
 
     def __init__(self, evaluator: CandidateEvaluator) -> None:
         self._evaluator = evaluator
@@ -55,12 +55,9 @@ class ShardedBounds:
 
     def list_known_floors(self) -> dict[tuple[int, ...], list[tuple[float, Seconds]]]:
         """Return all lower bounds on blocks (such as layers) without ZeRO that were computed so far, as a dict:
-        (``tp``, ``ep``, ``etp``) -> list of pairs (number of samples, block name -> (forward seconds, backward
-        seconds)).
-
-        The number of samples is that whose tokens a rank processes: the microbatch size divided by ``cp``, the number
-        of ranks that share a sample. If several bounds have equal keys and numbers, the least seconds are given.
-        """
+        (``tp``, ``ep``, ``etp``) -> list of pairs (samples per rank, block name -> (forward seconds, backward
+        seconds)). The samples per rank are the microbatch size divided by ``cp``, because ``cp`` ranks share a sample.
+        If there are several bounds for the same key and samples per rank, the least seconds are returned."""
         found: dict[tuple[int, ...], dict[float, Seconds]] = defaultdict(dict)
         for (_, _, cp, tp, _, ep, etp, zero, dp_shard, size, _), bound in self.floors.items():
             if bound is not None and not zero and not dp_shard:
@@ -84,8 +81,8 @@ class ShardedBounds:
         self.locals.ahead.expect(wanted, self._list_readings(floors))
 
     def prioritise(self, candidate: MeshCandidate, size: int) -> None:
-        """Announce that the lower bound on the blocks (such as layers) of ``candidate`` will be needed soon. A second
-        process computes announced results ahead; it then computes this one before the others. ``size``: samples of the
+        """Announce that the lower bound on the blocks (such as layers) of ``candidate`` will be needed soon, so that
+        the second process, which computes announced results ahead, computes this one first. ``size``: samples of the
         microbatch for which the bound is computed. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         self.locals.ahead.prioritise(self.locals.find_wanted(candidate, size, self.locals.is_whole(candidate, size)))
@@ -150,8 +147,8 @@ class ShardedBounds:
 
     def _is_at_best(self, candidate: MeshCandidate) -> bool:
         """Return whether the sharding of ``candidate`` was optimized for the best kind of rank (device and groups) that
-        any placement has. Lower bounds on its block calls (such as layers) are for this kind of rank. Only in this case
-        can a bound for one microbatch size be scaled to another, because no other sharding costs less there.
+        any placement has. Lower bounds on block calls (such as layers) are for this kind of rank, where no other
+        sharding then costs less. Only in this case can a bound for one microbatch size be scaled to another.
         ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         if self._placements.complete(candidate.grid):
             return True
@@ -177,9 +174,9 @@ class ShardedBounds:
         return BlockLowerBound(best, tuple(_bound_block_seconds(self._model, local, of_kind) for of_kind in kinds))
 
     def can_prune(self, candidate: MeshCandidate, cutoff_s: float) -> bool:
-        """Return whether every placement (assignment of ranks to devices) of ``candidate`` that the evaluator would try
-        is expected to take at least ``cutoff_s`` seconds per step, so that solving the candidate is useless. Return
-        ``False`` if it would try all possible placements, since other bounds are tight then. ``candidate``: mesh sizes,
+        """Return whether solving ``candidate`` is useless, because every placement (assignment of ranks to devices)
+        that the evaluator would try is expected to take at least ``cutoff_s`` seconds per step. If the evaluator would
+        try all possible placements, return ``False``, since other bounds are tight then. ``candidate``: mesh sizes,
         microbatch size, schedule and ZeRO stage.
 
         Raises :class:`PlanError` or :class:`partitioner.passes.errors.UnsupportedError` if the candidate has no plan.
@@ -196,8 +193,8 @@ class ShardedBounds:
 def _bound_block_seconds(model: FoldedModel, local: LocalModel, costs: Costs) -> Seconds:
     """Return a lower bound on the seconds of one call of each block (such as a layer) of the unsharded ``model``: block
     name -> (forward seconds, backward seconds). ``local``: the graphs of one rank. ``costs``: the costs of the blocks
-    of ``local``. These blocks may differ from those of the unsharded model, so calls of the two models are matched by
-    their module path."""
+    of ``local``. Blocks of ``local`` may differ from those of ``model``, so calls of the two are matched by module
+    path."""
     means = mean_waits(costs, local.model.calls)
     least = {name: (cost.forward_total_s, cost.backward_total_s) for name, cost in means.items()}
     of_path = {call.path: least[call.block] for call in local.model.calls if not call.prologue}

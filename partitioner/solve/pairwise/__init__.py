@@ -1,4 +1,3 @@
 """A solver for pairwise assignment problems: presolve, dynamic programming, mixed-integer programs and lower bounds.
 
-Each node of such a problem gets one of its choices, at the least sum of costs of nodes and of pairs of nodes.
-"""
+In such a problem, one choice is taken for each node, at the minimum sum of costs of nodes and of pairs of nodes."""

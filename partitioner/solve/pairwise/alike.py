@@ -3,10 +3,9 @@
 A loop that is unrolled in the graph of a model repeats its nodes and edges many times. The repetitions differ in costs
 alone, because they process tensors of different lengths. Colour refinement (Weisfeiler and Leman, 1968) finds such
 nodes: two nodes have the same colour if they have the same choices, and their edges allow the same pairs of choices and
-lead to the same colours. Nodes of one colour become one node, whose costs are the sums of theirs. An assignment of the
-smaller problem is one of the original problem, at the same cost. The optimum of the original problem may cost less, so
-a lower bound must come from elsewhere.
-"""
+lead to the same colours. Nodes of one colour become one node, whose costs are the sums of their costs. An assignment of
+the smaller problem is also one of the original problem, at the same cost. The optimum of the original problem may cost
+less, so a lower bound must come from elsewhere."""
 
 from __future__ import annotations
 
@@ -19,36 +18,34 @@ from numpy.typing import NDArray
 Vector = NDArray[np.float64]
 Table = NDArray[np.float64]
 
-_ROUNDS = 2  # edges by which the surroundings reach: further, the first and last turns of a loop are unlike the others
+_ROUNDS = 2  # rounds of refinement; with more, the first and last iterations of a loop differ from the others
 
 
 @dataclass(frozen=True)
 class MergedProblem:
-    """A pairwise assignment problem (one choice per node, at the least total cost) that was made smaller: each of its
-    nodes stands for one or several nodes of the original problem, which all get the same choice.
+    """A pairwise assignment problem (one choice per node at minimum cost) that was made smaller: each of its nodes
+    stands for one or several nodes of the original problem, which all get the same choice.
 
     ``costs``: for each merged node, the cost of each choice. ``edges``: tuples (i, j, table) for merged nodes i and j,
     at most one for each pair; ``table[p, q]`` is the cost of choice p of i and q of j. ``merged_of``: for each node of
-    the original problem, the index of its merged node.
-    """
+    the original problem, the index of its merged node."""
 
     costs: list[Vector]
     edges: list[tuple[int, int, Table]]
     merged_of: list[int]
 
     def restore(self, choice: Sequence[int]) -> list[int]:
-        """Return the choice of each node of the original assignment problem (one choice per node, at the least total
-        cost), in which nodes are not merged. ``choice``: the choice of each merged node."""
+        """Return the choice of each node of the original assignment problem (one choice per node at minimum cost), in
+        which nodes are not merged. ``choice``: the choice of each merged node."""
         return [choice[merged] for merged in self.merged_of]
 
 
 def merge_alike_nodes(costs: Sequence[Vector], edges: Sequence[tuple[int, int, Table]]) -> MergedProblem:
-    """Make an assignment problem (one choice per node, at the least total cost) smaller by merging alike nodes, and
-    return the result. The costs of a merged node are the sums of the costs of its nodes. Nodes are alike if they have
-    the same choices, and if their edges allow the same pairs of choices and lead to alike nodes. ``costs``: for each
-    node, the cost of each choice. ``edges``: tuples (i, j, table), where ``table[p, q]`` is the cost of choice p of
-    node i and choice q of node j.
-    """
+    """Return the assignment problem (one choice per node at minimum cost) that results from merging alike nodes. Nodes
+    are alike if they have the same choices, and if their edges allow the same pairs of choices and lead to alike nodes.
+    The costs of a merged node are the sums of the costs of its nodes. ``costs``: for each node, the cost of each
+    choice. ``edges``: tuples (i, j, table), where ``table[p, q]`` is the cost of choice p of node i and choice q of
+    node j."""
     merged_of = _number(_colour_nodes(costs, edges))
     sums: list[Vector | None] = [None] * (max(merged_of, default=-1) + 1)
 
@@ -73,11 +70,10 @@ def merge_alike_nodes(costs: Sequence[Vector], edges: Sequence[tuple[int, int, T
 
 
 def _colour_nodes(costs: Sequence[Vector], edges: Sequence[tuple[int, int, Table]]) -> list[Hashable]:
-    """Return a colour (a key) for each node of an assignment problem (one choice per node, at the least total cost).
-    Nodes have equal colours if they have the same choices, and if their edges allow the same pairs and lead to nodes of
-    equal colours. ``costs``: for each node, the cost of each choice. ``edges``: tuples (i, j, table of the costs of
-    pairs of choices).
-    """
+    """Return a colour (a key) for each node of an assignment problem (one choice per node at minimum cost). Nodes have
+    equal colours if they have the same choices, and if their edges allow the same pairs and lead to nodes of equal
+    colours. ``costs``: for each node, the cost of each choice. ``edges``: tuples (i, j, table of the costs of pairs of
+    choices)."""
     near: list[list[tuple[int, int]]] = [[] for _ in costs]  # per node: kind of the edge, other node
     kinds: dict[Hashable, int] = {}
     for i, j, table in edges:

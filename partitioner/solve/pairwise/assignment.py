@@ -45,16 +45,16 @@ from partitioner.solve.pairwise.presolve import InfeasibleAssignmentError, Reduc
 
 _LARGEST_COEFFICIENT = 1e6  # HiGHS' absolute tolerances of 1e-7 are made for numbers of about this size and below
 
-_MOST_VARIABLES = 250_000  # of a program of which HiGHS finds no solution in a minute
-_MOST_MERGED = 50_000  # variables of a program whose optimum need not be that of the problem
-_SETTLED_GAP = 0.005  # of the cost, where an assignment of merged nodes is not improved
-_SLOW_VARIABLES = 100_000  # of a program for which HiGHS needs tens of seconds
-_SLOW_MERGED = 10_000  # the same, of a program whose optimum need not be that of the problem
-_NEARLY_OPTIMAL = 5e-4  # of the cost: the gap of an assignment that such programs need not improve
-_FEW_LEFT = 0.5  # of the nodes, where nodes in equal surroundings are worth merging
-_TRIED_S = 25.0  # by HiGHS, of what can be settled otherwise
-_BOUND_SWEEPS = 4  # after them the bound of a large problem hardly rises
-_IMPROVED_S = 10.0  # in which an assignment is made better
+_MOST_VARIABLES = 250_000  # variables of a program for which HiGHS finds no solution in a minute
+_MOST_MERGED = 50_000  # as _MOST_VARIABLES, for a problem of merged nodes
+_SETTLED_GAP = 0.005  # relative gap at which an assignment of merged nodes is accepted
+_SLOW_VARIABLES = 100_000  # variables of a program for which HiGHS needs tens of seconds
+_SLOW_MERGED = 10_000  # as _SLOW_VARIABLES, for a problem of merged nodes
+_NEARLY_OPTIMAL = 5e-4  # relative gap at which an assignment is accepted instead of solving such a program
+_FEW_LEFT = 0.5  # largest fraction of nodes that may be left for merging to be worth it
+_TRIED_S = 25.0  # time limit of HiGHS if another assignment is known
+_BOUND_SWEEPS = 4  # sweeps of a dual ascent; further ones hardly raise the bound of a large problem
+_IMPROVED_S = 10.0  # time limit of the improvement of an assignment
 
 
 class AssignmentTimeLimitError(PartitionError):
@@ -63,10 +63,10 @@ class AssignmentTimeLimitError(PartitionError):
 
 @dataclass(frozen=True)
 class ResourceConstraint:
-    """A limit on a resource of an assignment problem, in which each node gets one choice, at the least total cost.
+    """A limit on a resource of an assignment problem (one choice per node at minimum cost).
+
     ``usage``: index of a node that uses the resource -> array with the amount that each of the node's choices takes.
-    The amounts of the chosen choices must not add up to more than ``limit``.
-    """
+    The amounts of the chosen choices must not add up to more than ``limit``."""
 
     usage: dict[int, Vector]
     limit: float
@@ -74,13 +74,12 @@ class ResourceConstraint:
 
 @dataclass(frozen=True)
 class AssignmentProblem:
-    """A pairwise assignment problem: choose one of the given choices for each node at the least total cost.
+    """A pairwise assignment problem: choose one of the given choices for each node at the minimum total cost.
 
     ``costs[i][p]``: the cost of choice p of node i. ``edges``: tuples (i, j, table), where ``table[p, q]`` is the cost
     of choosing p for node i and q for node j; a pair may have several edges. ``rows``: resource limits. ``memory``: a
-    limit on the memory of nodes that are in memory at the same time, or ``None``; it is more compact than one resource
-    limit for each time. An infinite cost forbids a choice or a pair.
-    """
+    limit on the total memory of the nodes that are in memory at the same time, or ``None``; it is more compact than a
+    resource limit for each time. An infinite cost forbids a choice or a pair."""
 
     costs: Sequence[Vector]
     edges: Sequence[tuple[int, int, Table]]
@@ -107,11 +106,10 @@ class AssignmentProblem:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A solution of an assignment problem (one choice per node, at the least total cost). ``choice[i]``: index of the
-    choice of node i. ``objective``: the total cost of these choices. ``bound``: a lower bound on the cost of every
-    assignment. ``seconds``: time that the solver took. ``num_variables``: number of variables of the mixed-integer
-    programs that were solved. ``gap``: ``objective - bound`` relative to ``objective``.
-    """
+    """A solution of an assignment problem (one choice per node at minimum cost). ``choice[i]``: index of the choice of
+    node i. ``objective``: the total cost of these choices. ``bound``: a lower bound on the cost of every assignment.
+    ``seconds``: time that the solver took. ``num_variables``: number of variables of the mixed-integer programs that
+    were solved. ``gap``: ``objective - bound`` relative to ``objective``."""
 
     choice: list[int]
     objective: float
@@ -125,14 +123,13 @@ class Assignment:
 
 
 def live_rows(intervals: Sequence[tuple[int, int]], usages: Sequence[Vector], limit: float) -> list[ResourceConstraint]:
-    """Return a memory limit as resource constraints of an assignment problem (one choice per node, at the least total
-    cost). There is one constraint for each maximal set of nodes that are in memory at the same time and could exceed
+    """Return a memory limit as resource constraints of an assignment problem (one choice per node at minimum cost).
+    There is one constraint for each maximal set of nodes that are in memory at the same time and could exceed
     ``limit``.
 
     ``intervals``: for each node the half-open interval of time steps in which it is in memory; an empty one uses
     nothing. ``usages``: for each node an array with the memory of each choice. ``limit``: the memory that nodes may use
-    together at any time.
-    """
+    together at any time."""
     events = sorted(
         event
         for node, (start, end) in enumerate(intervals)
@@ -166,15 +163,14 @@ def solve_assignment(
     """Return the cheapest assignment of ``problem`` to within ``relative_gap`` (a fraction of its cost), or the best
     one found in ``time_limit_s`` seconds.
 
-    ``settle``: whether to accept a good assignment that is not proven to be optimal. It comes from a smaller problem or
-    from a dual ascent with local improvement, and its lower bound from a dual ascent. It is returned in three cases:
-    the mixed-integer program has more than ``most_variables`` variables; the solver finds nothing better in time; or
-    the program has more than ``slow_variables`` variables and the assignment is within 0.05 % of the bound. There is no
-    such assignment if a resource limit restricts the choices.
+    ``settle``: whether to accept a good assignment that is not proven to be optimal, from a smaller problem or from a
+    dual ascent with local improvement; its lower bound comes from a dual ascent. Such an assignment is returned in
+    three cases: the mixed-integer program has more than ``most_variables`` variables; the solver finds nothing better
+    in time; or the program has more than ``slow_variables`` variables and the assignment is within 0.05 % of the bound.
+    If a resource limit restricts the choices, there is no such assignment.
 
     Raises :class:`InfeasibleAssignmentError` if no assignment is allowed, and :class:`AssignmentTimeLimitError` if none
-    was found in time.
-    """
+    was found in time."""
     start = time.perf_counter()
     rows = list(problem.rows)
     if problem.memory is not None:
@@ -211,7 +207,7 @@ def solve_assignment(
             left = max(until - time.perf_counter(), 0.1)
             try:
                 bound += program.solve(left if known is None else min(left, _TRIED_S), relative_gap, choice)
-                if known is not None and _costs_less(reduction, nodes, known, choice):  # the time had ended
+                if known is not None and _costs_less(reduction, nodes, known, choice):  # the solver was stopped early
                     choice.update(known)
                 continue
             except AssignmentTimeLimitError:
@@ -228,8 +224,8 @@ def solve_assignment(
 
 
 def _bound_below(reduction: ReducedProblem) -> float:
-    """Return a lower bound on the cost of every assignment of the problem ``reduction`` (one choice per node, at the
-    least total cost), from the first sweeps of a dual ascent."""
+    """Return a lower bound on the cost of every assignment of the problem ``reduction`` (one choice per node at minimum
+    cost), from the first sweeps of a dual ascent."""
     dual = Reparametrization(*_extract_component_costs(reduction, reduction.nodes))
     for sweep in range(_BOUND_SWEEPS):
         dual.sweep(forward=sweep % 2 == 0)
@@ -237,11 +233,10 @@ def _bound_below(reduction: ReducedProblem) -> float:
 
 
 def _assign_alike_nodes(problem: AssignmentProblem, time_limit_s: float) -> list[int] | None:
-    """Return a good assignment of ``problem``, one choice per node at little total cost, in which alike nodes have the
+    """Return a good assignment of ``problem`` (for each node, the index of its choice) in which alike nodes have the
     same choice. Nodes are alike if they have the same choices, and if their edges allow the same pairs and lead to
     alike nodes. Return ``None`` if few nodes are alike, or if no such assignment is found. ``problem`` has no resource
-    limits. ``time_limit_s``: seconds for the solver.
-    """
+    limits. ``time_limit_s``: seconds for the solver."""
     merged = merge_alike_nodes(problem.costs, problem.edges)
     if len(merged.costs) > _FEW_LEFT * len(problem.costs):
         return None
@@ -260,16 +255,16 @@ def _assign_alike_nodes(problem: AssignmentProblem, time_limit_s: float) -> list
 
 
 def _has_wide_component(reduction: ReducedProblem, most_work: int) -> bool:
-    """Return whether dynamic programming needs tables of more than ``most_work`` entries for a component of the problem
-    ``reduction`` (one choice per node, at the least total cost), or cannot solve it because it has resource limits."""
+    """Return whether dynamic programming cannot solve some connected component of ``reduction``, an assignment problem
+    (one choice per node at minimum cost), because its tables would have more than ``most_work`` entries or because it
+    has resource limits."""
     return any(_order_narrow_component(reduction, nodes, most_work) is None for nodes in _find_components(reduction))
 
 
 def _order_narrow_component(reduction: ReducedProblem, nodes: Sequence[int], most_work: int) -> list[int] | None:
     """Return an order in which dynamic programming can eliminate ``nodes``, the node indices of a connected component
-    of the assignment problem ``reduction`` (one choice per node, at the least total cost). Return ``None`` if its cost
-    tables would have more than ``most_work`` entries, or if the component has resource limits.
-    """
+    of the assignment problem ``reduction`` (one choice per node at minimum cost). Return ``None`` if the cost tables
+    would have more than ``most_work`` entries, or if the component has resource limits."""
     if any(reduction.usage[i] for i in nodes):
         return None
     sizes = {i: len(reduction.costs[i]) for i in nodes}
@@ -277,14 +272,13 @@ def _order_narrow_component(reduction: ReducedProblem, nodes: Sequence[int], mos
 
 
 def _fix_wide_components(reduction: ReducedProblem, most_work: int) -> tuple[dict[int, int], float, float]:
-    """Remove, from the assignment problem ``reduction`` (one choice per node, at the least total cost), choices that no
-    optimal assignment has. Only connected components are treated for which dynamic programming would need tables of
-    more than ``most_work`` entries.
+    """Remove choices that no optimal assignment has from the assignment problem ``reduction`` (one choice per node at
+    minimum cost). Only those connected components are treated for which dynamic programming would need tables of more
+    than ``most_work`` entries.
 
     Return three values. The first is a good choice for each node of these components: node index -> index among the
     node's original choices. The second is a lower bound on the cost of every assignment of the whole problem. The third
-    is the gap of these components: the cost of their good choices minus the lower bound on their cost.
-    """
+    is the gap of these components: the cost of their good choices minus the lower bound on their cost."""
     near, bound, gap = dict[int, int](), reduction.constant, 0.0
     for nodes in _find_components(reduction):
         costs, tables = _extract_component_costs(reduction, nodes)
@@ -304,8 +298,8 @@ def _fix_wide_components(reduction: ReducedProblem, most_work: int) -> tuple[dic
 def _costs_less(
     reduction: ReducedProblem, nodes: Sequence[int], first: Mapping[int, int], second: Mapping[int, int]
 ) -> bool:
-    """Return whether the assignment ``first`` of ``nodes``, a component of ``reduction``, costs less than ``second``.
-    Both are dicts: node index -> index of its choice."""
+    """Return whether, for ``nodes``, a component of the assignment problem ``reduction``, the assignment ``first``
+    costs less than the assignment ``second``. Both are dicts: node index -> index of the node's choice."""
     costs, tables = _extract_component_costs(reduction, nodes)
     return _cost_of(first, costs, tables) < _cost_of(second, costs, tables)
 
@@ -320,20 +314,16 @@ def _cost_of(choice: Mapping[int, int], costs: Mapping[int, Vector], tables: Map
 def _find_known_choices(
     reduction: ReducedProblem, nodes: Sequence[int], near: Mapping[int, int]
 ) -> dict[int, int] | None:
-    """Return the choices that ``nodes`` have in the known assignment ``near``, as node index -> index among the choices
-    that the node has left in the reduced problem ``reduction`` (one choice per node, at the least total cost). Return
-    ``None`` if the reduced problem does not have the choice of one of ``nodes`` any more.
-
-    ``near``: node index -> index among the node's original choices.
-    """
+    """Return the choices that ``nodes`` have in the known assignment ``near``, as a dict: node index -> index among the
+    choices that the node has left in the reduced assignment problem ``reduction``. Return ``None`` if one of these
+    choices was removed from the reduced problem. ``near``: node index -> index among the node's original choices."""
     places = {i: np.flatnonzero(reduction.alive[i] == near.get(i, -1)).tolist() for i in nodes}
     return {i: found[0] for i, found in places.items()} if all(places.values()) else None
 
 
 def _count_variables(reduction: ReducedProblem) -> int:
-    """Return the number of variables of the mixed-integer program of the problem ``reduction`` (one choice per node, at
-    the least total cost): one for each choice and each allowed pair of choices of two connected nodes.
-    """
+    """Return the number of variables of the mixed-integer program of the problem ``reduction`` (one choice per node at
+    minimum cost): one for each choice and each allowed pair of choices of two connected nodes."""
     tables = (table for i in reduction.nodes for j, table in reduction.tables[i].items() if i < j)
     return sum(int(np.isfinite(table).sum()) for table in tables) + sum(
         len(reduction.costs[i]) for i in reduction.nodes
@@ -343,18 +333,16 @@ def _count_variables(reduction: ReducedProblem) -> int:
 def _extract_component_costs(
     reduction: ReducedProblem, nodes: Sequence[int]
 ) -> tuple[dict[int, Vector], dict[tuple[int, int], Table]]:
-    """Return the costs of ``nodes`` in the reduced assignment problem ``reduction`` (one choice per node, at the least
-    total cost), as two dicts: node -> costs of its choices, and (i, j) -> table of the costs of each pair of choices of
-    two connected nodes i < j."""
+    """Return the costs of ``nodes`` in the reduced assignment problem ``reduction`` (one choice per node at minimum
+    cost), as two dicts: node -> costs of its choices; and (i, j), for connected nodes i < j -> table of the costs of
+    each pair of their choices."""
     tables = {(i, j): t for i in nodes for j, t in reduction.tables[i].items() if i < j}
     return {i: reduction.costs[i] for i in nodes}, tables
 
 
 def _find_components(reduction: ReducedProblem) -> list[list[int]]:
-    """Return the undecided nodes of the assignment problem ``reduction`` (one choice per node, at the least total cost)
-    as lists of node indices, one list for each connected component: no edge and no resource limit connects its nodes
-    with others.
-    """
+    """Return the undecided nodes of the assignment problem ``reduction`` (one choice per node at minimum cost) as lists
+    of node indices, one list for each connected component. Edges and resource limits connect nodes."""
     seen, groups = set[int](), []
     for root in reduction.nodes:
         if root in seen:
@@ -372,10 +360,9 @@ def _find_components(reduction: ReducedProblem) -> list[list[int]]:
 
 
 class _MixedIntegerProgram:
-    """The mixed-integer program of one connected component of a pairwise assignment problem (one choice per node, least
-    total cost), stored as arrays and converted to a MathOpt proto. ``nodes``: indices of the nodes of the component.
-    ``reduction``: the reduced assignment problem.
-    """
+    """The mixed-integer program of one connected component of a pairwise assignment problem (one choice per node at
+    minimum cost), stored as arrays and converted to a MathOpt proto. ``nodes``: indices of the nodes of the component.
+    ``reduction``: the reduced assignment problem."""
 
     def __init__(self, reduction: ReducedProblem, nodes: Sequence[int]) -> None:
         sizes = [len(reduction.costs[i]) for i in nodes]
@@ -426,14 +413,13 @@ class _MixedIntegerProgram:
         self.scale = _LARGEST_COEFFICIENT / largest if largest > 0 else 1.0
 
     def solve(self, time_limit_s: float, relative_gap: float, choice: dict[int, int]) -> float:
-        """Solve this program of an assignment problem (one choice per node, least total cost). Write the solution into
-        the dict ``choice``: node index -> index of the chosen option. Return a lower bound on the cost of the nodes of
+        """Solve this program of an assignment problem (one choice per node at minimum cost). Write the solution into
+        the dict ``choice``: node index -> index of the node's choice. Return a lower bound on the cost of the nodes of
         this program.
 
         ``relative_gap``: the solver stops when its assignment and its bound differ by at most this fraction of the
-        cost. ``time_limit_s``: seconds for the solver. Raises :class:`InfeasibleAssignmentError` or
-        :class:`AssignmentTimeLimitError` if there is no assignment, or none was found in time.
-        """
+        cost. ``time_limit_s``: seconds for the solver. Raises :class:`InfeasibleAssignmentError` if there is no
+        assignment, and :class:`AssignmentTimeLimitError` if none was found in time."""
         parameters = mathopt.SolveParameters(
             time_limit=timedelta(seconds=time_limit_s), relative_gap_tolerance=relative_gap
         )
@@ -458,8 +444,8 @@ class _MixedIntegerProgram:
 
     def _build_model_proto(self) -> model_pb2.ModelProto:
         """Return this mixed-integer program as a MathOpt proto. The costs of the assignment problem (one choice per
-        node, at the least total cost) are multiplied by ``self.scale``, so that the largest cost is a constant that
-        suits the solver."""
+        node at minimum cost) are multiplied by ``self.scale``, so that the largest cost is a constant that suits the
+        solver."""
         proto = model_pb2.ModelProto()
         ids = np.arange(self.num_variables)
         proto.variables.ids.extend(ids.tolist())

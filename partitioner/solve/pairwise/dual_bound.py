@@ -25,20 +25,19 @@ Mask = NDArray[np.bool_]
 
 _SWEEPS = 60
 
-_LOOK = 5  # sweeps between two looks at the distance
-_CLOSE = 1e-10  # of the cost: the assignment is optimal
-_NEAR = 0.3  # of the distance: more than that should be left behind at the pace of the last sweeps
-_SLACK = 1e-9  # of the cost: rounding
-_IMPROVED_S = 2.0  # in which the assignment is made better, if the bound does not prove it
+_LOOK = 5  # sweeps between two checks of the gap
+_CLOSE = 1e-10  # relative gap at which the assignment is taken as optimal
+_NEAR = 0.3  # stop if the rate of the last sweeps would close less than this fraction of the gap
+_SLACK = 1e-9  # relative rounding error of costs
+_IMPROVED_S = 2.0  # time limit of the improvement of an assignment that is not proven to be optimal
 
 
 class Reparametrization:
-    """The node costs and the edge cost tables of a pairwise assignment problem (one choice per node, least total cost).
+    """The node costs and the edge cost tables of a pairwise assignment problem (one choice per node at minimum cost).
 
-    Costs are moved between them to increase the sum of their minima, which is a lower bound. The total cost of each
-    assignment stays unchanged. ``unary``: node -> costs of its choices. ``tables``: pair of nodes -> costs of each pair
-    of their choices.
-    """
+    Costs are moved between nodes and tables to increase the sum of their minima, which is a lower bound. The total cost
+    of each assignment stays unchanged. ``unary``: node -> costs of its choices. ``tables``: pair of nodes -> costs of
+    each pair of their choices."""
 
     def __init__(self, costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]) -> None:
         self.unary = {i: cost.copy() for i, cost in costs.items()}
@@ -77,10 +76,10 @@ class Reparametrization:
             self.unary[node] = unary
 
     def _gather_messages(self, node: int) -> Vector:
-        """Move the minima of all cost tables of ``node`` to its own costs: subtract them from the tables, and return
-        the costs of the choices of ``node`` with the minima added. A table has the costs of all pairs of choices of
-        ``node`` and one neighbour, and a minimum is taken over the neighbour's choices. An assignment takes one choice
-        per node; its total cost stays unchanged if the caller stores the result."""
+        """Subtract the minima of all cost tables of ``node`` from the tables, and return the costs of the node's
+        choices with these minima added. A table has the costs of all pairs of choices of ``node`` and one neighbour; a
+        minimum is taken over the neighbour's choices. If the caller stores the result, the total cost of each
+        assignment (one choice per node) stays unchanged."""
         unary = self.unary[node]
         for pair, dim, _ in self.near[node]:
             table = self.tables[pair]
@@ -91,8 +90,9 @@ class Reparametrization:
         return unary
 
     def assignment(self) -> dict[int, int]:
-        """Return a good assignment of one choice to each node: node -> index of its choice. Each node in order takes
-        the cheapest choice; then single nodes are improved while the total cost falls, in at most ten rounds."""
+        """Return a good assignment of one choice to each node: node -> index of its choice. One node after the other
+        takes its cheapest choice; then the choices of single nodes are improved as long as the total cost falls, in at
+        most ten rounds."""
         choice: dict[int, int] = {}
         for node in self.unary:
             choice[node] = int(self._compute_conditional_costs(node, choice).argmin())
@@ -105,9 +105,9 @@ class Reparametrization:
         return choice
 
     def _compute_conditional_costs(self, node: int, choice: Mapping[int, int]) -> Vector:
-        """Return the cost of each choice of ``node`` of the assignment problem (one choice per node), with its edges,
-        given the choices of other nodes. A neighbour that is not in ``choice`` takes the choice that is cheapest on its
-        edge to ``node``. ``choice``: node -> index of its choice."""
+        """Return, given the choices of other nodes, the cost of each choice of ``node`` of this assignment problem (one
+        choice per node), including the costs of the node's edges. A neighbour that is not in ``choice`` takes the
+        choice that is cheapest on its edge to ``node``. ``choice``: node -> index of its choice."""
         cost = self.unary[node]
         for pair, dim, _ in self.near[node]:
             other = choice.get(pair[1 - dim])
@@ -123,8 +123,8 @@ class Reparametrization:
         return total + sum(float(table[choice[i], choice[j]]) for (i, j), table in self.tables.items())
 
     def allowed(self, room: float) -> dict[int, Mask]:
-        """Return, for each node, a boolean array over its choices. An entry is true if an assignment (one choice for
-        each node) that costs at most ``room`` more than the lower bound may contain the choice."""
+        """Return node -> boolean array over its choices. An entry is true if the choice may be part of an assignment
+        (one choice per node) that costs at most ``room`` more than the lower bound."""
         masks = {}
         for node, unary in self.unary.items():
             extra = unary - unary.min()
@@ -144,13 +144,12 @@ def sum_of_minima(costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], 
 
 @dataclass(frozen=True)
 class RemainingChoices:
-    """The result of a dual ascent, an algorithm that raises a lower bound on an assignment problem (one choice per
-    node, at the least total cost).
+    """The result of a dual ascent, an algorithm that raises a lower bound on an assignment problem (one choice per node
+    at minimum cost).
 
-    ``masks``: node -> boolean array over its choices, true for those that an optimal assignment may contain; only one
-    is true if an optimal assignment was found. ``choice``: a good assignment, node -> index of its choice; ``None`` if
-    none was found. ``bound``: a lower bound on the cost of every assignment.
-    """
+    ``masks``: node -> boolean array over its choices, true for choices that an optimal assignment may contain. If an
+    optimal assignment was found, only its choices are true. ``choice``: a good assignment, node -> index of its choice;
+    ``None`` if none was found. ``bound``: a lower bound on the cost of every assignment."""
 
     masks: dict[int, Mask]
     choice: dict[int, int] | None
@@ -158,12 +157,11 @@ class RemainingChoices:
 
 
 def find_remaining_choices(costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]) -> RemainingChoices:
-    """Run a dual ascent, which raises a lower bound, on a pairwise assignment problem (one choice per node, least total
+    """Run a dual ascent, which raises a lower bound, on a pairwise assignment problem (one choice per node at minimum
     cost). Return the choices of each node that an optimal assignment may contain, a good assignment if one was found,
     and the lower bound.
 
-    ``costs``: node -> costs of its choices. ``tables``: pair of nodes -> costs of each pair of their choices.
-    """
+    ``costs``: node -> costs of its choices. ``tables``: pair of nodes -> costs of each pair of their choices."""
     dual = Reparametrization(costs, tables)
     best, least, bound = None, np.inf, -np.inf
     for sweep in range(_SWEEPS):
@@ -178,7 +176,7 @@ def find_remaining_choices(costs: Mapping[int, Vector], tables: Mapping[tuple[in
             raised = dual.bound
             if least - raised <= _CLOSE * abs(least):
                 return _keep_assignment(best, costs, raised)
-            if (raised - bound) * (_SWEEPS - sweep) / _LOOK <= _NEAR * (least - raised):  # no use going on
+            if (raised - bound) * (_SWEEPS - sweep) / _LOOK <= _NEAR * (least - raised):  # too slow
                 break
             bound = raised
     if best is not None:
@@ -192,8 +190,9 @@ def find_remaining_choices(costs: Mapping[int, Vector], tables: Mapping[tuple[in
 
 
 def _keep_assignment(best: dict[int, int], costs: Mapping[int, Vector], bound: float) -> RemainingChoices:
-    """Return the result for an assignment that is optimal: only its choices remain. ``best``: node -> index of its
-    choice. ``costs``: node -> costs of its choices. ``bound``: a lower bound on the cost of every assignment."""
+    """Return the result of a dual ascent that found an optimal assignment: only the choices of the assignment remain.
+    ``best``: node -> index of its choice. ``costs``: node -> costs of its choices. ``bound``: a lower bound on the cost
+    of every assignment."""
     return RemainingChoices({node: _mask_single_index(len(costs[node]), best[node]) for node in costs}, best, bound)
 
 

@@ -1,10 +1,9 @@
-"""Exact dynamic programming for a pairwise assignment problem (one choice per node, at the least total cost): eliminate
-one node after the other.
+"""Exact dynamic programming for a pairwise assignment problem (one choice per node at minimum cost): eliminate one node
+after the other.
 
 Minimising over a node leaves one table over its neighbours. If the graph is narrow, these tables stay small and the
 optimum is found in milliseconds. The graphs of model blocks are narrow after the presolve. :func:`elimination_order`
-decides before any work is done whether the tables would be too large.
-"""
+decides before any work is done whether the tables would be too large."""
 
 from __future__ import annotations
 
@@ -17,12 +16,12 @@ from numpy.typing import NDArray
 
 from partitioner.solve.pairwise.presolve import InfeasibleAssignmentError, Table, Vector
 
-QUICK_WORK = 3_000_000  # entries of all tables together: some 50 ms
+QUICK_WORK = 3_000_000  # entries of all tables together; about 50 ms
 
-FAIR_WORK = 16_000_000  # a fraction of a second, whatever the time limit
-MOST_WORK = 256_000_000  # some seconds, in which HiGHS does not solve a problem of that width
+FAIR_WORK = 16_000_000  # allowed for any time limit; a fraction of a second
+MOST_WORK = 256_000_000  # several seconds, in which HiGHS does not solve a problem of that size
 WORK_PER_S = 50_000_000
-LARGEST_TABLE = 16_000_000  # 128 MB
+LARGEST_TABLE = 16_000_000  # entries; 128 MB
 
 _Score = Callable[[int, Mapping[int, int], Mapping[int, set[int]]], float]
 
@@ -31,12 +30,11 @@ def elimination_order(
     sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], most_work: int = MOST_WORK
 ) -> list[int] | None:
     """Return an order in which dynamic programming can eliminate the nodes of an assignment problem (one choice per
-    node, at the least total cost), or ``None`` if the order found needs too large tables.
+    node at minimum cost), or ``None`` if the order found needs too large tables.
 
-    All tables together have at most ``most_work`` entries, and each has at most 16 million. The order is greedy: it is
-    found twice, by two criteria, and the better one is returned. ``sizes``: node -> number of its choices.
-    ``neighbours``: node -> nodes with which it shares a cost table.
-    """
+    All tables together may have at most ``most_work`` entries, and each table at most 16 million. The order is found
+    greedily by two criteria, and the better of the two orders is returned. ``sizes``: node -> number of its choices.
+    ``neighbours``: node -> nodes with which it shares a cost table."""
     orders = [_order_nodes_greedily(sizes, neighbours, score, most_work) for score in (_table_left, _entries_filled)]
     allowed = [order for order in orders if order is not None]
     return min(allowed)[1] if allowed else None
@@ -54,12 +52,10 @@ def _order_nodes_greedily(
     sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], score: _Score, most_work: int
 ) -> tuple[int, list[int]] | None:
     """Return a pair: the number of entries of all cost tables together, and the nodes of an assignment problem (one
-    choice per node, at the least total cost) in an order in which dynamic programming can eliminate them. The node with
-    the least ``score`` is always taken next. Return ``None`` if the tables would have more than ``most_work`` entries.
-
+    choice per node at minimum cost) in an order in which dynamic programming can eliminate them. The node with the
+    least ``score`` is always taken next. Return ``None`` if the tables would have more than ``most_work`` entries.
     ``sizes``: node -> number of its choices. ``neighbours``: node -> nodes with which it shares a cost table.
-    ``score``: function of a node, the sizes and the neighbours.
-    """
+    ``score``: function of a node, the sizes and the neighbours."""
     near = {node: set(others) for node, others in neighbours.items()}
     scores = {node: score(node, sizes, near) for node in near}
     order, work = list[int](), 0
@@ -85,13 +81,12 @@ _Term = tuple[tuple[int, ...], NDArray[np.float64]]  # the other nodes in order,
 def eliminate_nodes(
     costs: Mapping[int, Vector], tables: Iterable[tuple[int, int, Table]], order: Sequence[int]
 ) -> tuple[dict[int, int], float]:
-    """Solve an assignment problem (one choice per node, at the least total cost) by dynamic programming. Return the
-    index of the choice of each node in ``order``, and the total cost. Raise :class:`InfeasibleAssignmentError` if every
-    assignment is forbidden.
+    """Solve an assignment problem (one choice per node at minimum cost) by dynamic programming. Return two values: a
+    dict from each node in ``order`` to the index of its choice, and the total cost. Raises
+    :class:`InfeasibleAssignmentError` if every assignment is forbidden.
 
     ``costs``: node -> costs of its choices. ``tables``: tuples (i, j, table), where ``table[p, q]`` is the cost of
-    choice p of node i and choice q of node j. ``order``: the nodes in the order in which they are eliminated.
-    """
+    choice p of node i and choice q of node j. ``order``: the nodes in the order in which they are eliminated."""
     place = {node: i for i, node in enumerate(order)}
     waiting: dict[int, list[_Term]] = {node: [] for node in order}
     for i, j, table in tables:
@@ -122,12 +117,11 @@ def eliminate_nodes(
 
 
 def _sum_cost_tables(cost: Vector, terms: Sequence[_Term], scope: Sequence[int]) -> NDArray[np.float64]:
-    """Return the costs of a node of an assignment problem (one choice per node, at the least total cost) as one array
-    with the dims (node, *scope): the sum of the costs of its choices and of all its tables.
+    """Return the costs of a node of an assignment problem (one choice per node at minimum cost) as one array with the
+    dims (node, *scope): the sum of the costs of its choices and of all its tables.
 
     ``cost``: the cost of each choice of the node. ``terms``: pairs (others, table): the other nodes of a table, and the
-    table with the dims (node, *others). ``scope``: the other nodes of all tables.
-    """
+    table with the dims (node, *others). ``scope``: the other nodes of all tables."""
     joined = cost.reshape(-1, *[1] * len(scope))
     for others, table in sorted(terms, key=lambda term: term[1].size):
         if len(others) < len(scope):

@@ -17,21 +17,21 @@ from collections.abc import Mapping
 from partitioner.solve.pairwise.dynamic_programming import eliminate_nodes
 from partitioner.solve.pairwise.presolve import Table, Vector
 
-_ENTRIES = 20_000  # of a table at most
+_ENTRIES = 20_000  # greatest size of a table
 
-_VAIN = 3  # turns in a row without gain
-_GAIN = 1e-9  # of the cost
+_VAIN = 3  # rounds in a row without gain, after which the search ends
+_GAIN = 1e-9  # relative decrease of the cost that counts as a gain
 
 
 def improve_assignment(
     costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table], choice: Mapping[int, int], until: float
 ) -> dict[int, int]:
-    """Improve ``choice``, an assignment of a pairwise assignment problem (one choice per node, at the least total
-    cost). Return an assignment that costs no more than it, as a dict: node -> index of its choice. The search ends
-    after three rounds without gain, or after the round in which ``time.perf_counter()`` passes ``until``.
+    """Improve ``choice``, an assignment of a pairwise assignment problem (one choice per node at minimum cost). Return
+    an assignment that costs no more, as a dict: node -> index of its choice. The search ends after three rounds without
+    gain, or after the round in which ``time.perf_counter()`` passes ``until``.
 
     ``costs``: node -> costs of its choices. ``tables``: pair of nodes -> costs of each pair of their choices.
-    """
+    ``choice``: node -> index of its choice."""
     near: dict[int, set[int]] = {node: set() for node in costs}
     for i, j in tables:
         near[i].add(j)
@@ -60,19 +60,18 @@ def improve_assignment(
 def _choose_elimination_order(
     sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], kept: Counter[int]
 ) -> list[int]:
-    """Return the nodes of an assignment problem (one choice per node, at the least total cost) whose choices are to be
-    optimised, in an order in which dynamic programming can eliminate them with small tables. All nodes that are not
-    returned keep their choices; for these, nodes are preferred that have rarely kept their choices so far. ``sizes``:
-    node -> number of its choices. ``neighbours``: node -> nodes with which it shares a cost table. ``kept``: node ->
-    how often it has kept its choice so far.
-    """
+    """Return the nodes of an assignment problem (one choice per node at minimum cost) whose choices are to be
+    optimised, in an order in which dynamic programming can eliminate them with small tables. All other nodes keep their
+    choices; nodes that have rarely kept their choices so far are preferred for this. ``sizes``: node -> number of its
+    choices. ``neighbours``: node -> nodes with which it shares a cost table. ``kept``: node -> how often it has kept
+    its choice so far."""
     near = {node: set(others) for node, others in neighbours.items()}
     scores = {node: _count_table_entries(node, sizes, near) for node in near}
     order = []
     while near:
         node = min(scores, key=scores.__getitem__)
         fixed = scores[node] > _ENTRIES
-        if fixed:  # of those around, the one that most tables are wide for
+        if fixed:  # of the node and its neighbours, the one that makes the tables largest
             node = min({node, *near[node]}, key=lambda n: (kept[n], -sizes[n] * len(near[n]), n))
         around = near.pop(node)
         del scores[node]

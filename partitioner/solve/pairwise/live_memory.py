@@ -1,10 +1,9 @@
-"""Memory limits over time for pairwise assignment problems (one choice per node, at the least total cost): the nodes
-that are in memory at the same time use at most a limit together.
+"""Memory limits over time for pairwise assignment problems (one choice per node at minimum cost): the nodes that are in
+memory at the same time may together use at most a limit.
 
 Only maximal sets of such nodes matter, which are those just before a node's memory is freed. They are called *rows*.
 The members of a row are never listed, because a model of 30,000 operators would have millions. The memory of each row
-is computed as a cumulative sum of differences.
-"""
+is computed as a cumulative sum of differences."""
 
 from __future__ import annotations
 
@@ -42,13 +41,12 @@ class MemoryConstraint:
 
 @dataclass(frozen=True)
 class Stretch:
-    """The memory of one node of an assignment problem (one choice per node, at the least total cost) over time. Each
-    row stands for one time: it is a maximal set of nodes that are in memory together. The memory is constant within
+    """The memory of one node of an assignment problem (one choice per node at minimum cost) over time. Time is divided
+    into rows: a row is a maximal set of nodes that are in memory together. The memory of the node is constant within
     segments of consecutive rows.
 
     ``usage[p, s]``: bytes of choice p in segment s, which consists of the rows ``breaks[s]`` up to, but without,
-    ``breaks[s + 1]``.
-    """
+    ``breaks[s + 1]``."""
 
     breaks: NDArray[np.intp]
     usage: NDArray[np.float64]
@@ -58,30 +56,28 @@ class Stretch:
         return np.diff(self.breaks)
 
     def worst(self, profile: Vector) -> Vector:
-        """Return the maximum of ``profile`` within each segment of this node of an assignment problem (a segment is a
-        range of consecutive rows in which the node takes constant memory), one number per segment. ``profile``: a
-        number for each row, such as its price or total memory; a row is a set of nodes that are in memory together."""
+        """Return the maximum of ``profile`` within each segment of this node of an assignment problem, one number per
+        segment. A segment is a range of consecutive rows in which the node's memory is constant; a row is a maximal set
+        of nodes that are in memory together. ``profile``: a number for each row, such as its price or total memory."""
         first, last = int(self.breaks[0]), int(self.breaks[-1])
         worst: Vector = np.maximum.reduceat(profile[first:last], self.breaks[:-1] - first)
         return worst
 
     def at(self, rows: NDArray[np.intp]) -> NDArray[np.float64]:
-        """Return the memory of this node of an assignment problem (one choice per node, at the least total cost) as an
-        array of shape ``[choices, rows]``: one entry for each of its choices and each entry of ``rows``. ``rows``:
-        indices of rows; a row is a set of nodes that are in memory together."""
+        """Return the memory of each choice of this node of an assignment problem in each of ``rows``, shape ``[choices,
+        rows]``. ``rows``: indices of rows; a row is a maximal set of nodes that are in memory together."""
         segment = np.searchsorted(self.breaks, rows, side="right") - 1
         inside = (segment >= 0) & (segment < self.usage.shape[1])
         return np.where(inside, self.usage[:, np.clip(segment, 0, self.usage.shape[1] - 1)], 0.0)
 
 
 class Usage:
-    """The memory of many nodes of an assignment problem (one choice per node, at the least total cost) over the rows (a
-    row is a maximal set of nodes that are in memory together), in flat arrays.
+    """The memory of many nodes of an assignment problem (one choice per node at minimum cost) by row, in flat arrays. A
+    row is a maximal set of nodes that are in memory together.
 
     The choices of all nodes are numbered consecutively; ``starts[r]`` is the number of the first choice of node r.
     ``stretches``: node -> its memory in each row, for each of its choices. ``num_choices``, ``num_rows``: the numbers
-    of choices and of rows.
-    """
+    of choices and of rows."""
 
     def __init__(
         self, stretches: Mapping[int, Stretch], starts: Mapping[int, int], num_choices: int, num_rows: int
@@ -99,20 +95,18 @@ class Usage:
         self.amount = np.concatenate(amount)
 
     def priced(self, prices: Vector) -> Vector:
-        """Return the price of the memory that each choice of each node of the assignment problem (one choice per node,
-        at the least total cost) uses: the sum, over all rows, of the memory in the row times ``prices[row]``. A row is
-        a set of nodes that are in memory together. The result has one entry per choice, where the choices of all nodes
-        are numbered consecutively.
-
-        ``prices``: the price of one byte (or other unit) of memory in each row."""
+        """Return the price of the memory of each choice of the nodes of an assignment problem, shape ``[choices]``: the
+        sum, over all rows, of the choice's memory in the row times ``prices[row]``. A row is a maximal set of nodes
+        that are in memory together. The choices of all nodes are numbered consecutively. ``prices``: the price of one
+        byte of memory in each row."""
         total = np.concatenate([[0.0], np.cumsum(prices)])
         weights = self.amount * (total[self.end] - total[self.begin])
         return np.bincount(self.choice, weights, minlength=self.num_choices).astype(np.float64)
 
     def profile(self, chosen: NDArray[np.intp]) -> Vector:
         """Return the total memory in each row under an assignment (one choice per node), shape ``[rows]``. A row is a
-        set of nodes that are in memory together. ``chosen``: the number of each node's choice, where the choices of all
-        nodes are numbered consecutively."""
+        maximal set of nodes that are in memory together. ``chosen``: for each node, the number of its choice, where the
+        choices of all nodes are numbered consecutively."""
         taken = np.zeros(self.num_choices, bool)
         taken[chosen] = True
         entry = taken[self.choice].nonzero()[0]
@@ -121,16 +115,16 @@ class Usage:
         return np.cumsum(change)[:-1].astype(np.float64)
 
     def at(self, row: int) -> Vector:
-        """Return the memory in one row that each choice of each node of the assignment problem uses (one choice per
-        node, at the least total cost). The result has one entry per choice, where the choices of all nodes are numbered
-        consecutively. ``row``: the index of a set of nodes that are in memory together."""
+        """Return the memory in one row of each choice of the nodes of an assignment problem, shape ``[choices]``. The
+        choices of all nodes are numbered consecutively. ``row``: the index of a row, a maximal set of nodes that are in
+        memory together."""
         live = ((self.begin <= row) & (row < self.end)).nonzero()[0]
         return np.bincount(self.choice[live], self.amount[live], minlength=self.num_choices).astype(np.float64)
 
     def total(self) -> Vector:
-        """Return the memory that each choice of each node of the assignment problem uses (one choice per node, at the
-        least total cost), summed over the rows. A row is a set of nodes that are in memory together. The result has one
-        entry per choice, where the choices of all nodes are numbered consecutively."""
+        """Return the memory, summed over all rows, of each choice of the nodes of an assignment problem, shape
+        ``[choices]``. The choices of all nodes are numbered consecutively. A row is a maximal set of nodes that are in
+        memory together."""
         weights = self.amount * (self.end - self.begin)
         return np.bincount(self.choice, weights, minlength=self.num_choices).astype(np.float64)
 
@@ -138,15 +132,14 @@ class Usage:
 def build_memory_stretches(
     memory: MemoryConstraint, roots: Sequence[int], maps: Sequence[Choices]
 ) -> tuple[dict[int, Stretch], Vector, Vector]:
-    """Return the memory of an assignment problem (one choice for each node) by row. A row is a maximal set of nodes
-    that are in memory together. A root is a node whose choice decides the choices of other nodes; its memory includes
-    theirs.
+    """Return the memory of an assignment problem (one choice per node at minimum cost) by row. A row is a maximal set
+    of nodes that are in memory together. A root is a node whose choice decides the choices of other nodes; its memory
+    includes theirs.
 
-    The result has three values: for each root node, the part of its memory that depends on its choice; the bytes of the
-    limit that are left in each row; and the bytes that are used in each row under every assignment. ``memory``: the
-    limit, and the memory of each choice. ``roots[i]``: the root of node i. ``maps[i]``: the choice of node i for each
-    choice of ``roots[i]``.
-    """
+    The result has three values: root node -> the part of its memory that depends on its choice; the bytes of the limit
+    that are left in each row; and the bytes that are used in each row under every assignment. ``memory``: the limit,
+    and the memory of each choice. ``roots[i]``: the root of node i. ``maps[i]``: the choice of node i for each choice
+    of ``roots[i]``."""
     live = [i for i, (start, end) in enumerate(memory.intervals) if start < end and np.any(memory.usages[i])]
     events = sorted(e for i in live for e in ((memory.intervals[i][0], 1), (memory.intervals[i][1], 0)))
     times = np.array([a[0] for a, b in pairwise(events) if a[1] and not b[1]])  # the starts before an end

@@ -1,4 +1,4 @@
-"""Reduce a pairwise assignment problem (one choice per node, at the least total cost) without losing its optimum.
+"""Reduce a pairwise assignment problem (one choice per node at minimum cost) without losing its optimum.
 
 Every step keeps at least one optimal assignment, and can be undone on a solution of the reduced problem. These are the
 steps, in the order in which they are tried on a node:
@@ -32,13 +32,13 @@ _MAX_ELIMINATION = 4_000_000  # entries of the largest intermediate array
 
 _MAX_DOMINANCE = 8_000_000
 _MAX_CHOICES = 2_000
-_ALWAYS_COMPARED = 500_000  # bytes of pairs of choices
-_ALWAYS_FILL = 256  # a new table this small is worth losing a node
+_ALWAYS_COMPARED = 500_000  # bytes up to which all pairs of choices are compared, without merging equal ones first
+_ALWAYS_FILL = 256  # entries of a new table up to which a node is always eliminated
 
 
 class InfeasibleAssignmentError(PartitionError):
-    """Error that is raised if no assignment (one choice for each node) satisfies the constraints. ``message``: its
-    text. ``nodes``: the indices of nodes that have no choice left."""
+    """Error that is raised if no assignment (one choice per node) satisfies the constraints. ``message``: the text of
+    the error. ``nodes``: the indices of nodes that have no choice left."""
 
     def __init__(self, message: str, nodes: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -47,30 +47,28 @@ class InfeasibleAssignmentError(PartitionError):
 
 @dataclass(frozen=True)
 class _Function:
-    """The choice of a node that was eliminated from an assignment problem (one choice per node, at the least total
-    cost), as a function of its neighbours' choices. When these are known, it gives the choice of the node.
+    """The choice of a node that was eliminated from an assignment problem (one choice per node at minimum cost), as a
+    function of its neighbours' choices.
 
     ``node``: the eliminated node. ``neighbours``: the nodes with which it shared a cost table. ``labels``: for each
     neighbour, the choices that it had left at that time, as original indices in increasing order. ``choice``: an array
     of original indices of choices of ``node``; it has one dim per neighbour, indexed by the position of the neighbour's
-    choice in ``labels``.
-    """
+    choice in ``labels``."""
 
     node: int
     neighbours: tuple[int, ...]
-    labels: tuple[Choices, ...]  # per neighbour: its original choices, sorted, at the time
+    labels: tuple[Choices, ...]  # per neighbour: the original choices that it had left, sorted
     choice: Choices  # original choice of ``node``, indexed like ``labels``
 
 
 class ReducedProblem:
-    """A pairwise assignment problem (one choice per node, at the least total cost) while it is being reduced. Only the
-    nodes in :attr:`nodes` remain to be solved.
+    """A pairwise assignment problem (one choice per node at minimum cost) while it is being reduced. Only the nodes in
+    :attr:`nodes` remain to be solved.
 
     ``costs[i]`` has one entry per remaining choice of node i. ``tables[i][j]`` is indexed (choice of i, choice of j).
     ``usage[i][r]`` is the amount that each choice of i takes of resource r. ``limits[r]`` is the amount of r that is
     left. Arguments: ``edges``: tuples (i, j, table). ``rows``: for each resource a pair: node -> amounts that its
-    choices take, and the limit.
-    """
+    choices take, and the limit."""
 
     def __init__(
         self,
@@ -90,8 +88,8 @@ class ReducedProblem:
         self._undo: list[_Function] = []
         self._queue: deque[int] = deque(range(len(self.costs)))
         self._queued = [True] * len(self.costs)
-        self._later: dict[int, None] = {}  # to be looked at for dominated choices, in this order
-        self._rows: set[int] = set(range(len(rows)))  # whose members changed since they were last looked at
+        self._later: dict[int, None] = {}  # nodes to check for dominated choices, in this order
+        self._rows: set[int] = set(range(len(rows)))  # limits whose members changed since the last check
         for row, (usage, _) in enumerate(rows):
             for node, vector in usage.items():
                 self.usage[node][row] = np.array(vector, dtype=np.float64)
@@ -103,19 +101,16 @@ class ReducedProblem:
 
     @property
     def nodes(self) -> list[int]:
-        """Return the indices of the nodes of the assignment problem (one choice per node, at the least total cost) that
-        are not yet decided.
-        """
+        """Return the indices of the nodes of this assignment problem whose choices are not yet decided."""
         return [i for i, done in enumerate(self._done) if not done]
 
     def run(self, *, dominance: bool = True) -> None:
-        """Reduce this assignment problem (choose one of several choices for each node at least cost) until no reduction
-        step applies. Raise :class:`InfeasibleAssignmentError` if a node has no choice left.
+        """Reduce this assignment problem (one choice per node at minimum cost) until no reduction step applies. Raises
+        :class:`InfeasibleAssignmentError` if a node has no choice left.
 
-        ``dominance``: whether also to remove choices that are never better than another one, which is the slowest step.
-        This method may be called with ``False`` first and then with ``True``, which continues with the result of the
-        first call.
-        """
+        ``dominance``: whether to apply also the slowest step, which removes choices that are never better than another
+        one. A call with ``False`` may be followed by a call with ``True``, which continues with the result of the first
+        call."""
         for node in self.nodes:
             self._drop_choices(node, np.isfinite(self.costs[node]))
         cheap: tuple[Callable[[int], bool], ...] = (
@@ -140,15 +135,14 @@ class ReducedProblem:
                     self._drop_dominated_choices(node)
 
     def keep(self, node: int, choices: NDArray[np.bool_]) -> None:
-        """Remove choices of ``node`` from the assignment problem (one choice per node, at the least total cost).
-        ``choices``: a mask over its remaining choices, false for those to remove.
-        """
+        """Remove choices of ``node`` from this assignment problem. ``choices``: a mask over the node's remaining
+        choices, false for those to remove."""
         self._drop_choices(node, choices)
 
     def restore(self, choice: dict[int, int]) -> list[int]:
-        """Return the choice of every node of the original assignment problem (one choice per node, at the least total
-        cost), as an index among the node's original choices. ``choice``: for each node i that was left to solve, an
-        index into ``costs[i]``, the costs of its remaining choices."""
+        """Return the choice of every node of the original assignment problem (one choice per node at minimum cost), as
+        an index among the node's original choices. ``choice``: index i of a node that was left to solve -> index into
+        ``costs[i]``, the costs of its remaining choices."""
         full = {node: int(self.alive[node][index]) for node, index in choice.items()}
         for step in reversed(self._undo):
             where = tuple(
@@ -157,13 +151,13 @@ class ReducedProblem:
             full[step.node] = int(step.choice[where])
         return [full[i] for i in range(len(self.costs))]
 
-    # -- steps: each returns whether it changed the node, which is then looked at again ---------------------------
+    # -- steps: each returns whether it changed the node, which is then processed again ---------------------------
 
     def _normalise_tables(self, node: int) -> bool:
-        """Simplify the cost tables of ``node`` of the assignment problem (one choice per node, at the least total cost)
-        that changed since the last call. A table has the costs of pairs of choices of ``node`` and a neighbour. The
-        minimum of each row and column is moved into the cost of the single choice. Then tables of zeros, and choices of
-        infinite cost, are dropped. Return whether choices of ``node`` were dropped."""
+        """Simplify the cost tables of ``node`` of this assignment problem that changed since the last call. A table has
+        the costs of pairs of choices of ``node`` and a neighbour. The minimum of each row and column is moved into the
+        cost of the single choice. Then tables of zeros, and choices of infinite cost, are dropped. Return whether
+        choices of ``node`` were dropped."""
         changed, self._changed[node] = self._changed[node], {}
         for other in changed:
             if other not in self.tables[node]:
@@ -191,9 +185,9 @@ class ReducedProblem:
         return self._drop_choices(node, np.isfinite(self.costs[node]))
 
     def _fix_forced_choice(self, node: int) -> bool:
-        """Decide ``node`` of the assignment problem (one choice per node, at the least total cost) if it has a single
-        choice left. The costs of its pairs with each neighbour's choices are added to the costs of these choices, and
-        its resource usage is subtracted from the limits. Return whether this was done."""
+        """If ``node`` of this assignment problem has a single choice left, decide the node: add the costs of its pairs
+        with each neighbour's choices to the costs of these choices, and subtract its resource usage from the limits.
+        Return whether this was done."""
         if len(self.costs[node]) != 1:
             return False
         for other, table in self.tables[node].items():
@@ -205,11 +199,9 @@ class ReducedProblem:
         return True
 
     def _eliminate_node(self, node: int) -> bool:
-        """Eliminate ``node`` from the assignment problem (one choice per node, at the least total cost) if it has at
-        most two neighbours and uses no limited resource. The least cost of ``node``, given the neighbours' choices, is
-        added to the costs of the one neighbour, or to the table of the pair of neighbours. Return whether this was
-        done; it is not if the table would be too large.
-        """
+        """If ``node`` of this assignment problem has at most two neighbours and uses no limited resource, eliminate the
+        node: add its least cost, given the neighbours' choices, to the costs of the one neighbour, or to the cost table
+        of the pair of neighbours. Return whether this was done; it is not if the table would be too large."""
         neighbours = list(self.tables[node])
         if self.usage[node] or len(neighbours) > 2:
             return False
@@ -238,14 +230,14 @@ class ReducedProblem:
         return True
 
     def _follow(self, node: int) -> bool:
-        """Merge ``node`` of the assignment problem (one choice per node, at the least total cost) into a neighbour if
-        each choice of the neighbour allows only one choice of ``node``. The costs and the resource usage of ``node``
-        are then added to those of the neighbour's choices. Return whether there is such a neighbour."""
+        """If each choice of some neighbour allows only one choice of ``node`` of this assignment problem, merge
+        ``node`` into this neighbour: add its costs and its resource usage to those of the neighbour's choices. Return
+        whether there is such a neighbour."""
         leader = next((j for j, t in self.tables[node].items() if _allows_one_each(t)), None)
         if leader is None:
             return False
         table = self.tables[node][leader]
-        decided = np.isfinite(table).argmax(axis=0)  # per choice of the leader: that of the node
+        decided = np.isfinite(table).argmax(axis=0)  # per choice of the leader: the choice of the node
         self.costs[leader] = self.costs[leader] + self.costs[node][decided] + table.min(axis=0)
         for row, usage in self.usage[node].items():
             old = self.usage[leader].get(row)
@@ -259,14 +251,12 @@ class ReducedProblem:
         return True
 
     def _drop_dominated_choices(self, node: int) -> bool:
-        """Remove choices of ``node`` of the assignment problem (one choice per node, at the least total cost) that are
-        never better than another of its choices, whatever the neighbours choose (Goldstein's criterion). Return whether
-        any was removed.
-        """
+        """Remove the choices of ``node`` of this assignment problem that are never better than another choice of
+        ``node``, whatever the neighbours choose (Goldstein's criterion). Return whether any choice was removed."""
         cost, tables = self.costs[node], list(self.tables[node].values())
         if len(cost) > _MAX_CHOICES:
             return False
-        # q can only replace p where it is possible whatever p allows its neighbours
+        # q can replace p only if q allows every choice of the neighbours that p allows
         possible = np.concatenate([np.isfinite(t) for t in tables], axis=1) if tables else np.ones((len(cost), 1), bool)
         narrower = _compare_allowed_choices(possible)
         for usage in self.usage[node].values():
@@ -275,18 +265,18 @@ class ReducedProblem:
         p, q = (~narrower).nonzero()
         if len(p) * possible.shape[1] > _MAX_DOMINANCE:
             return False
-        worse = cost[q] - cost[p]  # what q rather than p can cost more, at worst
+        worse = cost[q] - cost[p]  # by how much q can cost more than p, at most
         if tables and len(p):
             whole = np.concatenate(tables, axis=1)
             more = np.where(possible, whole, 0.0).take(q, axis=0) - whole.take(
                 p, axis=0
-            )  # where p is impossible, that is no matter
+            )  # pairs that p forbids do not matter
             starts = np.cumsum([0, *(table.shape[1] for table in tables[:-1])])
             worse = worse + np.maximum.reduceat(more, starts, axis=1).sum(axis=1)
         beaten = np.zeros_like(narrower)
         beaten[p, q] = worse <= 1e-13 * float(np.abs(cost).max())
         tie = beaten & beaten.T
-        beaten &= ~tie | np.tri(len(cost), k=-1, dtype=bool)  # of equals the first stays
+        beaten &= ~tie | np.tri(len(cost), k=-1, dtype=bool)  # of equal choices the first is kept
         return self._drop_choices(node, np.logical_not(beaten.any(axis=1)))
 
     # -- bookkeeping ----------------------------------------------------------------------------------------------
@@ -313,10 +303,9 @@ class ReducedProblem:
         self._enqueue_node(second)
 
     def _drop_choices(self, node: int, keep: NDArray[np.bool_]) -> bool:
-        """Remove choices of ``node`` from the assignment problem (one choice per node, at the least total cost), and
-        return whether any was removed. ``keep``: a mask over its remaining choices, false for those to remove. Raise
-        :class:`InfeasibleAssignmentError` if none is left.
-        """
+        """Remove choices of ``node`` from this assignment problem, and return whether any was removed. ``keep``: a mask
+        over the node's remaining choices, false for those to remove. Raises :class:`InfeasibleAssignmentError` if none
+        is left."""
         left = np.count_nonzero(keep)
         if left == len(keep):
             return False
@@ -337,11 +326,9 @@ class ReducedProblem:
         return True
 
     def _check_row(self, row: int) -> None:
-        """Simplify a resource limit of the assignment problem (one choice per node, at the least total cost): subtract
-        what each node uses under all of its choices, remove choices that exceed the limit alone, and remove the limit
-        if it cannot be exceeded. ``row``: the index of the limit. Raise :class:`InfeasibleAssignmentError` if it is
-        always exceeded.
-        """
+        """Simplify a resource limit of this assignment problem: subtract what each node uses under all of its choices,
+        remove choices that exceed the limit alone, and remove the limit if it cannot be exceeded. ``row``: the index of
+        the limit. Raises :class:`InfeasibleAssignmentError` if the limit is always exceeded."""
         for node in list(self.members[row]):
             usage = self.usage[node][row]
             least = float(usage.min())
@@ -369,10 +356,9 @@ class ReducedProblem:
             self._enqueue_node(node)
 
     def _finish_node(self, step: _Function) -> None:
-        """Mark a node of the assignment problem (one choice per node, at the least total cost) as decided, and remove
-        its cost tables and resource usage. ``step``: the node, and its choice as a function of its neighbours' choices;
-        it is stored, so that the choice can be restored later.
-        """
+        """Mark a node of this assignment problem as decided, and remove its cost tables and resource usage. ``step``:
+        the node, and its choice as a function of its neighbours' choices; it is stored, so that the choice can be
+        restored later."""
         node = step.node
         self._done[node] = True
         self._undo.append(step)
@@ -385,10 +371,10 @@ class ReducedProblem:
 
 
 def _compare_allowed_choices(possible: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return a boolean matrix about the choices of a node of an assignment problem (one choice per node). Its entry
-    ``[p, q]`` is true if choice ``p`` allows some choice of a neighbour that choice ``q`` does not allow. ``possible``:
-    a boolean matrix with a row for each choice of the node and a column for each choice of its neighbours, true if the
-    two are allowed together. BLAS is not used, because its threads wait for each other."""
+    """Return a boolean matrix for the choices of one node of an assignment problem. Entry ``[p, q]`` is true if choice
+    ``p`` allows some choice of a neighbour that choice ``q`` does not allow. ``possible``: a boolean matrix with a row
+    for each choice of the node and a column for each choice of its neighbours, true if the two are allowed together.
+    BLAS is not used, because its threads wait for each other."""
     packed = np.packbits(possible, axis=1)
     narrower: NDArray[np.bool_]
     if len(packed) * packed.size <= _ALWAYS_COMPARED:
@@ -402,14 +388,13 @@ def _compare_allowed_choices(possible: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 def _subtract_tables(values: Table, least: Table) -> Table:
     """Return ``values - least``, tables of costs that may contain infinities. Differences that are only rounding errors
-    become 0. Infinite entries of ``least`` count as 0.
-    """
+    become 0. Infinite entries of ``least`` are treated as 0."""
     rest = values - np.where(least < np.inf, least, 0.0)
     np.putmask(rest, np.abs(rest) < 1e-14 * np.abs(values), 0.0)  # false where both are infinite
     return rest
 
 
 def _allows_one_each(table: Table) -> bool:
-    """Return whether each column of ``table``, costs of pairs of choices, has exactly one finite entry."""
+    """Return whether each column of ``table``, costs of pairs of choices of two nodes, has exactly one finite entry."""
     finite = np.isfinite(table)
     return np.count_nonzero(finite) == table.shape[1] and bool(finite.any(axis=0).all())

@@ -69,10 +69,11 @@ def has_all_arrangements(topology: Topology) -> bool:
 
 
 def _list_straddling_nestings(topology: Topology, mesh: Mapping[str, int], size: int) -> Iterator[Ints]:
-    """Yield placements on equal nodes whose number of devices ``size`` does not divide, as arrays of shape ``[ranks]``
-    with device indices of ``topology``: one for every way to divide the sizes of the mesh axes between "inside a node"
-    and "between nodes". For all other nodes nothing is yielded, because other functions list their placements.
-    ``mesh``: axis -> number of ranks. ``size``: number of ranks with one index of ``pp`` and one of ``dp``."""
+    """Yield one placement for every way to divide the sizes of the mesh axes between "inside a node" and "between
+    nodes". Each is an array of shape ``[ranks]`` with device indices of ``topology``. Nothing is yielded unless all
+    nodes have the same number of devices and ``size`` does not divide it; other functions list the placements for other
+    topologies. ``mesh``: axis -> number of ranks. ``size``: number of ranks with one index of ``pp`` and one of ``dp``.
+    """
     per_node = {group.devices for group in topology.nodes}
     if len(per_node) == 1 and (devices := min(per_node)) % size:
         levels = [n for n in (devices, topology.num_devices) if n > 1]
@@ -83,11 +84,10 @@ def _list_packed_placements(topology: Topology, mesh: Mapping[str, int]) -> Iter
     """Yield placements that put as many whole pipeline stages as possible inside single nodes of ``topology``, each an
     array of shape ``[ranks]`` with device indices. ``mesh``: axis -> number of ranks.
 
-    A stage inside one node gets similar devices of that node. The other stages get the devices that remain. With few
-    stages, one placement is yielded for every order of the stages; otherwise one for each of two orders. Nothing is
-    yielded if a stage is one device, if every node can be divided into whole stages, or if no node is large enough for
-    a stage.
-    """
+    A stage inside one node gets similar devices of that node. The other stages get the devices that remain. If there
+    are at most five stages, one placement is yielded for every order of the stages; otherwise one for each of two
+    orders. Nothing is yielded if a stage is one device, if every node can be divided into whole stages, or if no node
+    is large enough for a stage."""
     stage = topology.num_devices // mesh.get("pp", 1)
     if stage == 1 or not any(group.devices % stage for group in topology.nodes):
         return
@@ -137,10 +137,9 @@ def _list_group_nestings(topology: Topology, mesh: Mapping[str, int], order: Int
 
 
 def _list_device_orders(topology: Topology, size: int) -> Iterator[Ints]:
-    """Yield arrays of all device indices of ``topology``, in several orders. Each ``size`` consecutive devices of an
-    order form a group. Devices that are similar, or near each other in the network, are beside each other. The orders
-    sort by different features (speed, memory, bandwidth), ascending or descending.
-    """
+    """Yield arrays of all device indices of ``topology``, in several orders, which sort by different features (speed,
+    memory, bandwidth), ascending or descending. In each order, devices that are similar, or near each other in the
+    network, are neighbours, and each ``size`` consecutive devices form a group."""
     features = _measure_device_features(topology)
     by_node = np.array([features[topology.node_of == node].min(axis=0) for node in range(topology.num_nodes)])
     near = np.array([storey.joined for storey in reversed(topology.storeys)]).reshape(-1, topology.num_devices)

@@ -1,14 +1,13 @@
 """Map the ranks of a mesh to devices: find the placement whose plan has the least step time.
 
-If all devices are equal, and all links of a level, placements differ only in the assignment of mesh axes to levels of
-links (``regular.py``). Otherwise tensor-parallel groups are formed by their links and ordered by the features of their
-devices (``irregular.py``). Groups are then exchanged between stages as long as this reduces the step time. Every
-placement is priced by the plan's cost model. On irregular clusters, the placement of rank ``i`` on device ``i`` is
-always among the candidates.
+If all devices are equal, and all links of a level are equal, placements differ only in the assignment of mesh axes to
+levels of links (``regular.py``). Otherwise tensor-parallel groups are formed by their links and ordered by the features
+of their devices (``irregular.py``). Groups are then exchanged between stages as long as this reduces the step time.
+Every placement is priced by the plan's cost model. On irregular clusters, the placement of rank ``i`` on device ``i``
+is always among the candidates.
 
 ``least_of`` chooses the cheapest of several alternatives, some of which may have no plan, or raises the most useful of
-their errors.
-"""
+their errors."""
 
 from __future__ import annotations
 
@@ -38,9 +37,9 @@ T = TypeVar("T")
 
 def least_of(attempts: Sequence[Callable[[], tuple[float, T]]]) -> tuple[float, T]:
     """Call all ``attempts``, functions that return a pair (cost, result), and return the pair with the least cost, the
-    first one if several are equal. Functions that raise :class:`PartitionError` are skipped. If all of them do, raise
-    the :class:`CapacityError` with the fewest missing bytes, or else the first error.
-    """
+    first one if several are equal. Functions that raise :class:`PartitionError` are skipped. If all functions raise it,
+    raise the :class:`CapacityError` with the fewest missing bytes, or the first error if there is no error of this
+    class."""
     best: tuple[float, T] | None = None
     errors: list[PartitionError] = []
     for attempt in attempts:
@@ -57,8 +56,7 @@ def least_of(attempts: Sequence[Callable[[], tuple[float, T]]]) -> tuple[float, 
 
 def find_least_shortage(errors: Sequence[PartitionError]) -> PartitionError:
     """Return the error in ``errors`` that is most useful for the user: the :class:`CapacityError` with the fewest
-    missing bytes of memory or, if there is none of this class, the first error.
-    """
+    missing bytes of memory. If there is no error of this class, return the first error."""
     short = [error for error in errors if isinstance(error, CapacityError)]
     return min(short, key=lambda error: error.missing_bytes) if short else errors[0]
 
@@ -120,9 +118,9 @@ class Placements:
 
     def nested(self, mesh: Mapping[str, int]) -> bool:
         """Return whether placements of ``mesh`` differ only in which part of each axis lies inside a node, between
-        nodes, and so on. ``mesh``: axis -> number of ranks. This requires that all devices are equal, that all links at
-        one distance are equal, and that no axis straddles a level of links, as an axis of 2 ranks would in nodes of 3
-        devices."""
+        nodes, and so on. This is the case if all devices are equal, all links of a level are equal, and no axis
+        straddles a level of links, as an axis of 2 ranks would in nodes of 3 devices. ``mesh``: axis -> number of
+        ranks."""
         return self._levels is not None and is_regular_nesting(mesh, self._levels)
 
     def complete(self, mesh: Mapping[str, int]) -> bool:
@@ -159,9 +157,9 @@ class Placements:
 
     def best_group(self, size: int, everywhere: bool = False) -> Group:
         """Return an imaginary group of ``size`` devices for lower bounds: no collective over any real group of this
-        size is faster. ``everywhere``: whether all devices belong to groups of ``size`` that run collectives at the
-        same time and wait for the slowest group. If so, only the slowest group is bounded: no collective over it is
-        faster than over the returned group."""
+        size is faster than over the returned group. ``everywhere``: whether all devices belong to groups of ``size``
+        that run collectives at the same time and wait for the slowest group. If so, the statement holds only for the
+        slowest of these groups."""
         if (size, everywhere) not in self._best_groups:
             self._best_groups[size, everywhere] = best_group(self.topology, size, everywhere)
         return self._best_groups[size, everywhere]
@@ -343,15 +341,14 @@ class Placements:
 
     def _identify_placement(self, machine: PlacedMesh) -> Hashable:
         """Return a key of the placement ``machine`` (a topology with the mesh laid over it). Of several placements with
-        equal keys only one is tried, because they have equal costs and, if single pairs of devices have links, equally
-        fast groups.
-        """
+        equal keys, only one is tried: they have equal costs. If single pairs of devices have links of their own, their
+        groups also communicate equally fast."""
         return self._identify_equal_cost(machine), _in_groups(machine) if self._differ_inside else 0.0
 
     def _identify_equal_cost(self, machine: PlacedMesh) -> Hashable:
         """Return the key of :func:`identify_equal_cost` for the placement ``machine`` (a topology with the mesh laid
-        over it). It is computed once for placements that differ only in which of several equal parts of the cluster
-        their ranks are on."""
+        over it). The key is computed once for all placements that differ only in which of several equal nodes or
+        devices their ranks are on."""
         symmetric = _identify_symmetric(machine)
         if symmetric is None:
             return identify_equal_cost(machine)

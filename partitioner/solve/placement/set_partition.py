@@ -66,10 +66,10 @@ def linked_groups(topology: Topology, devices: Sequence[int], size: int, classes
 
 
 def _find_interchangeable_devices(bandwidth: Floats, known: Sequence[Hashable]) -> list[int]:
-    """Return, for each device, the position of the first device that it can be exchanged with, or its own. Two devices
-    can be exchanged if their features are equal and their links to all other devices are equal. ``known``: the features
-    of each device. ``bandwidth``: bytes/s between devices, shape ``[n, n]``.
-    """
+    """Return, for each device, the position of the first device with which it can be exchanged; for a device that can
+    be exchanged with no earlier one, this is its own position. Two devices can be exchanged if their features are equal
+    and their links to all other devices are equal. ``known``: the features of each device. ``bandwidth``: bytes/s
+    between devices, shape ``[n, n]``."""
     places = np.arange(len(known))
 
     def change(i: int, j: int) -> bool:
@@ -89,7 +89,7 @@ def _rank_distinct_values(values: Sequence[float]) -> list[int]:
 
 
 def _scale_to_integers(values: Sequence[float]) -> list[int]:
-    """Return ``values`` scaled to integers in the same proportions; the greatest becomes about 10 ** 9."""
+    """Return ``values`` multiplied by a common factor and rounded to integers; the greatest becomes about 10 ** 9."""
     return [round(value / max(*values, _LEAST) * _PARTS) for value in values]
 
 

@@ -1,12 +1,11 @@
-"""Plan single candidates for a search, and for the candidates that are tried after it.
+"""Plan single candidates, for the search and for the candidates outside of it that are tried afterwards.
 
 Plans that are slower than the best one so far are not pursued. A candidate is skipped if it cannot fit in memory,
 because another one that differs only in ZeRO and needs no more memory did not fit.
 
-Candidates that will probably be planned one after the other are announced, and planned by two processes. All of them
-have the cutoff and the known placements of the time of the announcement, so no result depends on which process computes
-it, or on whether there is a second process.
-"""
+Candidates that will probably be planned one after the other are announced, and then planned by two processes. For all
+of them, the cutoff and the known placements are those at the time of the announcement. Therefore no result depends on
+which process computes it, or on whether there is a second process."""
 
 from __future__ import annotations
 
@@ -49,11 +48,10 @@ _PATIENCE_S = 60.0  # most seconds to wait for an evaluation by the second proce
 
 @dataclass(frozen=True)
 class _Request:
-    """How a candidate is to be planned. ``devices``: the device index of each rank; ``None``: the placement (assignment
-    of ranks to devices) is searched. ``proven``: whether to compute a tight lower bound. ``bounded``: whether to
-    compute lower bounds first, and to plan the candidate only if they are below the cutoff. ``cutoff_s``: plans that
-    take at least this many seconds per step are of no interest. ``candidate``: mesh sizes, microbatch size, schedule
-    and ZeRO stage."""
+    """A request to plan ``candidate`` (mesh sizes, microbatch size, schedule and ZeRO stage). ``devices``: the device
+    index of each rank; ``None``: the placement (assignment of ranks to devices) is searched. ``proven``: whether to
+    compute a tight lower bound. ``bounded``: whether to compute lower bounds first, and to plan the candidate only if
+    they are below the cutoff. ``cutoff_s``: plans that take at least this many seconds per step are of no interest."""
 
     candidate: MeshCandidate
     devices: tuple[int, ...] | None
@@ -64,11 +62,10 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """The result of an attempt to plan a candidate. ``solved``: its plan, or ``None``. ``error``: the reason why it has
-    no plan, or ``None``. If both are ``None``, ``least_s`` is not below the cutoff, and the candidate was not planned.
-    ``least_s``: a lower bound in seconds on the step time of its plans. ``host_lacks``: whether the memory of a host
-    was too small for the data that a candidate offloads.
-    """
+    """The result of an attempt to plan a candidate. ``solved``: the plan, or ``None``. ``error``: the reason why there
+    is no plan, or ``None``. If both are ``None``, the candidate was not planned, because ``least_s`` is not below the
+    cutoff. ``least_s``: a lower bound in seconds on the step time of the candidate's plans. ``host_lacks``: whether the
+    memory of a host was too small for the data that a candidate offloads."""
 
     solved: SolvedCandidate | None
     error: PartitionError | None
@@ -76,7 +73,7 @@ class _Attempt:
     host_lacks: bool
 
 
-_PackedAttempt = tuple[_Attempt, PackedCandidate | None]  # the plan is apart
+_PackedAttempt = tuple[_Attempt, PackedCandidate | None]  # the plan is packed separately
 
 
 @dataclass
@@ -85,11 +82,10 @@ class CandidateAttempts:
     search.
 
     ``evaluator``: plans single candidates. ``space``: the search space. ``bounds``: lower bounds on candidates.
-    ``early``: chooses the first candidates; each outcome is reported to it. ``siblings``: skips candidates that cannot
-    fit because another candidate, which differs only in ZeRO, did not fit. ``best_s``: step time in seconds of the best
-    plan so far, or the cutoff if there is none; slower plans are of no interest. ``devices``: key of a mesh -> the
-    device index of each rank, for meshes whose placement is known.
-    """
+    ``early``: the object that chooses the first candidates; each outcome is reported to it. ``siblings``: skips
+    candidates that cannot fit because another candidate, which differs only in ZeRO, did not fit. ``best_s``: step time
+    in seconds of the best plan so far, or the cutoff if there is none; slower plans are of no interest. ``devices``:
+    key of a mesh -> the device index of each rank, for meshes whose placement is known."""
 
     evaluator: CandidateEvaluator
     space: SearchSpace
@@ -103,11 +99,10 @@ class CandidateAttempts:
     _mean_s: float = 0.0  # processor seconds of an evaluation, the last ones weighted most
 
     def announce(self, candidates: Sequence[MeshCandidate], *, outside: bool = False) -> None:
-        """Announce that ``candidates`` will probably be planned, in this order, so that two processes may plan them. An
-        earlier announcement is withdrawn, unless it contains the first candidate. ``outside``: they will be passed to
-        :meth:`try_outside`, otherwise to :meth:`evaluate`. A candidate is a combination of mesh sizes, microbatch size,
-        schedule and ZeRO stage.
-        """
+        """Announce that ``candidates`` will probably be planned, in this order, so that two processes can plan them. An
+        earlier announcement is withdrawn, unless it contains the first candidate. ``outside``: whether the candidates
+        will be passed to :meth:`try_outside`; if not, to :meth:`evaluate`. A candidate is a combination of mesh sizes,
+        microbatch size, schedule and ZeRO stage."""
         if candidates and candidates[0] in self._announced:
             return
         self.withdraw()
@@ -144,19 +139,18 @@ class CandidateAttempts:
         if request is None or request.bounded:
             request = self._build_request(candidate)
         found, _ = self._evaluate_request(request)
-        assert found is not None, candidate  # only requests with bounds first give none
+        assert found is not None, candidate  # only requests that compute bounds first may give no plan
         return found
 
     def try_outside(self, candidate: MeshCandidate) -> tuple[EvaluatedCandidate | None, float]:
-        """Return the best plan of ``candidate``, found without computing a tight lower bound, and a lower bound in
-        seconds on the step times of its plans. The plan is ``None`` if the bound shows that it is not faster than the
-        best plan so far. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. Raises
-        :class:`PartitionError` if there is no plan.
+        """Return two values: the best plan of ``candidate``, found without computing a tight lower bound, and a lower
+        bound in seconds on the step times of its plans. If the bound shows that the plan is not faster than the best
+        plan so far, the first value is ``None``. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        Raises :class:`PartitionError` if there is no plan.
 
-        Where devices are equal, the placement (assignment of ranks to devices) of a known plan is reused instead of a
-        new search. The known plan has the same mesh, or half as many ranks along ``cp`` and twice as many along ``tp``
-        or ``dp``.
-        """
+        If devices are equal, the placement (assignment of ranks to devices) of a known plan is reused instead of a new
+        search. The known plan has the same mesh, or half as many ranks along ``cp`` and twice as many along ``tp`` or
+        ``dp``."""
         request = self._announced.get(candidate)
         if request is None or not request.bounded:
             request = self._build_outside_request(candidate)
@@ -182,26 +176,28 @@ class CandidateAttempts:
         return estimate_interleaved_effort(self.space, candidate)
 
     def _is_complete(self, candidate: MeshCandidate) -> bool:
-        """Return whether all placements (assignments of ranks to devices) of ``candidate`` are searched."""
+        """Return whether the placements (assignments of ranks to devices) that are tried for ``candidate`` certainly
+        include an optimal one."""
         return self.evaluator.placements.complete(candidate.grid)
 
     def _build_request(self, candidate: MeshCandidate) -> _Request:
         return _Request(candidate, None, self._is_complete(candidate), False, self.best_s)
 
     def _build_outside_request(self, candidate: MeshCandidate) -> _Request:
-        """Return the request to plan ``candidate`` only if its lower bounds are below the best step time so far.
+        """Return the request to plan ``candidate`` (mesh sizes, microbatch size, schedule and ZeRO stage) only if its
+        lower bounds are below the best step time so far.
 
-        Where devices are equal, it is planned on the devices of a plan with a similar mesh, if there is one. Where they
-        differ, all placements are tried: that of another plan need not be its best one, because the search did not look
-        for a better one if no placement could be faster than the best plan."""
+        If devices are equal, the candidate is planned on the devices of a known plan with a similar mesh, if there is
+        one. If devices differ, all placements are tried. The placement of a known plan need not be the best one of its
+        mesh then: the search may have stopped looking once no placement could beat the best plan."""
         key = next((key for key in meshes_around(candidate) if key in self.devices), None)
         are_equal = self.evaluator.placements.nested(candidate.grid)
         devices = self.devices[key] if key is not None and are_equal else None
         return _Request(candidate, devices, False, True, self.best_s)
 
     def _evaluate_request(self, request: _Request) -> tuple[EvaluatedCandidate | None, float]:
-        """Return the plan that ``request`` asks for, and a lower bound in seconds on its step time. The plan is
-        ``None`` if the bound is not below the cutoff. Raises :class:`PartitionError` if there is no plan."""
+        """Return two values: the plan that ``request`` asks for, and a lower bound in seconds on its step time. The
+        plan is ``None`` if the bound is not below the cutoff. Raises :class:`PartitionError` if there is no plan."""
         candidate = request.candidate
 
         def solve(_: MeshCandidate) -> _Attempt:
@@ -228,8 +224,8 @@ class CandidateAttempts:
         return replace(found, partly=partly, unsure=unsure), attempt.least_s
 
     def _attempt(self, request: _Request) -> _Attempt:
-        """Return the outcome of ``request``, computed in this process. It depends on nothing that the evaluation of
-        another candidate changes."""
+        """Return the outcome of ``request``, computed in this process. It does not depend on evaluations of other
+        candidates."""
         candidate, least_s, start = request.candidate, 0.0, time.process_time()
         within_s = request.cutoff_s * (1 - _ROUNDING)
         solved, lacks = None, None

@@ -1,13 +1,12 @@
 """Plan the standard layouts that every report compares with: plain data parallelism, ZeRO-3, and Megatron-LM's layout.
 
-They are reported whatever the user fixed, with their costs or the reasons why they do not fit. Layouts that are no
+They are reported whatever the user fixed, with their costs or the reasons why they do not fit. Layouts that are not
 candidates of the search are planned in addition, first without data in host memory.
 
 For ZeRO-3 and Megatron-LM, the report shows the best layout of a family, as an expert would tune it: the textbook
 layout, those that the search solved, and a few more chosen by their bounds, for a limited time. Megatron-LM's family
 has ``tp`` inside a node, any number of stages under 1F1B or interleaved schedules, any sizes of the other axes, and
-optimizer states sharded or not.
-"""
+optimizer states sharded or not."""
 
 from __future__ import annotations
 
@@ -47,8 +46,8 @@ DATA_PARALLEL, FULLY_SHARDED, MEGATRON = "Plain data parallelism", "ZeRO-3", "Me
 _EXCLUDED = "excluded by the constraints"
 MOST_TRIED = 12  # greatest number of candidates that are tried for one layout
 _MOST_OF_FAMILY, _MOST_ALIKE, _MOST_INTERLEAVED = 5, 2, 2  # layouts that are planned in addition to known ones
-_MOST_EFFORT = 0.05  # total effort of interleaved schedules after the first, see `alternatives.effort`
-_FILLED = 7 / 8  # share of a bubble that virtual stages fill
+_MOST_EFFORT = 0.05  # total effort of interleaved schedules after the first, as in estimate_interleaved_effort
+_FILLED = 7 / 8  # fraction of the pipeline bubble that virtual stages fill
 _MOST_CHUNKS = 2  # numbers of virtual stages per layout; the second only if the search knows the first
 _MOST_FITTING, _MOST_BOUNDED = (
     4,
@@ -61,10 +60,9 @@ _NONE: Mapping[str, Baseline] = {}
 
 @dataclass(frozen=True)
 class LayoutFamily:
-    """The layouts of one kind, such as ZeRO-3, among which an expert would choose the best; the report compares the
-    plan with it. ``candidates``: the layouts (mesh sizes, microbatch size, schedule and ZeRO stage). ``bounds``:
-    computes lower bounds on their step times. ``space``: the search space from which they were listed.
-    """
+    """The layouts of one kind, such as ZeRO-3, of which the report compares the best one with the plan. ``candidates``:
+    the layouts (mesh sizes, microbatch size, schedule and ZeRO stage). ``bounds``: computes lower bounds on their step
+    times. ``space``: the search space from which they were listed."""
 
     candidates: tuple[MeshCandidate, ...]
     bounds: ModelBounds
@@ -73,7 +71,7 @@ class LayoutFamily:
     def promising(self, most_s: float) -> list[MeshCandidate]:
         """Return the layouts of this family (all variants of a well-known layout, such as ZeRO-3) that are worth
         planning: by their lower bounds, they may fit in memory and take less than ``most_s`` seconds per step. They are
-        in the order in which to plan them. First comes the best layout of each combination of ``pp``, ``tp`` and
+        in the order in which they should be planned: first the best layout of each combination of ``pp``, ``tp`` and
         ``cp``, then the others; each of these two parts is in increasing order of expected time."""
         if not self.candidates:
             return []
@@ -110,9 +108,8 @@ class LayoutFamily:
 
     def interleaved(self, candidate: MeshCandidate) -> list[MeshCandidate]:
         """Return variants of ``candidate`` (mesh sizes, microbatch size, schedule and ZeRO stage) under the interleaved
-        schedule, with several virtual stages on each rank; those with about 8 of them come first. The list is empty if
-        the candidate has no pipeline or is not under 1F1B.
-        """
+        schedule, with several virtual stages on each rank; variants with about 8 virtual stages come first. The list is
+        empty if the candidate has no pipeline or is not under 1F1B."""
         if candidate.pp == 1 or candidate.schedule != "1f1b" or not self.space.train:
             return []
         several = [p for p in several_stages(self.space, candidate) if p.schedule == "interleaved"]
@@ -123,11 +120,11 @@ class LayoutFamily:
 class StandardLayout:
     """A well-known layout with which the report compares the plan.
 
-    ``name``: how reports call it. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage
-    that have this layout, to try until one fits in memory; the first has the least lower bound, and later ones need
-    less memory. ``excluded``: the reason why the search itself cannot choose the layout; empty if it can. ``family``:
-    all layouts of this kind, of which the best one is shown, or ``None`` if ``candidates`` are all.
-    """
+    ``name``: name of the layout in reports. ``candidates``: combinations of mesh sizes, microbatch size, schedule and
+    ZeRO stage that have this layout, to try until one fits in memory; the first has the least lower bound, and later
+    ones need less memory. ``excluded``: the reason why the search itself cannot choose the layout; empty if it can.
+    ``family``: all variants of the layout, of which the report shows the best one; ``None`` if there are no others than
+    ``candidates``."""
 
     name: str
     candidates: tuple[MeshCandidate, ...] = ()
@@ -140,10 +137,9 @@ def list_standard_layouts(
 ) -> list[StandardLayout]:
     """Return the well-known layouts with which the report compares the plan (plain data parallelism, ZeRO-3,
     Megatron-LM's). ``space``: the search space (cluster, batch, constraints and sizes of the model). ``candidates``:
-    its candidates. If a layout is not among them because of the user's constraints, it is taken from the space without
-    constraints on the layout and marked as excluded. ``bounds``: computes lower bounds on step time and memory of
-    candidates.
-    """
+    the candidates of the search. ``bounds``: computes lower bounds on step time and memory of candidates. If the user's
+    constraints exclude a layout from ``candidates``, it is taken from the space without constraints on the layout and
+    marked as excluded."""
     wide = replace(space, constraints=unpin_constraints(space.constraints))
     free = bounds.with_constraints(wide.constraints)
     own = best = _find_textbook_layouts(space, candidates, bounds)
@@ -178,10 +174,9 @@ def _find_layout_families(
     space: SearchSpace, candidates: Sequence[MeshCandidate], bounds: ModelBounds
 ) -> dict[str, LayoutFamily]:
     """Return two families of layouts by name, for comparison with the plan: ZeRO-3 layouts with as many data-parallel
-    ranks as the batch allows, and layouts as Megatron-LM has them (``tp`` inside a node, 1F1B, at most ZeRO-1).
-    ``space``: the search space (cluster, batch, constraints and sizes of the model). ``candidates``: its candidates.
-    ``bounds``: computes lower bounds on them.
-    """
+    ranks as the batch allows, and layouts in the way of Megatron-LM (``tp`` inside a node, 1F1B, at most ZeRO-1).
+    ``space``: the search space (cluster, batch, constraints and sizes of the model). ``candidates``: the candidates of
+    the search. ``bounds``: computes lower bounds on candidates."""
     sharded = [p for p in candidates if p.pp == 1 and p.zero == 3 and not p.dp_shard]
     widest = max((p.dp for p in sharded), default=1)
     sharded = [p for p in sharded if p.dp == widest]
@@ -210,11 +205,11 @@ def _find_textbook_layouts(
 def _list_leaner_candidates(
     space: SearchSpace, candidate: MeshCandidate, known: Collection[MeshCandidate]
 ) -> Iterator[MeshCandidate]:
-    """Yield variants of ``candidate`` that need less memory, to be tried if it does not fit: smaller microbatches, then
-    (if it uses ``tp``) also more pipeline stages. ``space``: the search space (cluster, batch, constraints and sizes of
-    the model). ``known``: the candidates of the search; a variant is yielded only if it is one of them or, if it uses
-    ZeRO, if ``space`` allows it. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-    """
+    """Yield variants of ``candidate`` that need less memory, to be tried if ``candidate`` does not fit: smaller
+    microbatches, then (if ``candidate`` uses ``tp``) also more pipeline stages. ``space``: the search space (cluster,
+    batch, constraints and sizes of the model). ``known``: the candidates of the search. A variant is yielded only if it
+    is in ``known`` or, if it uses ZeRO, if ``space`` allows it. ``candidate``: mesh sizes, microbatch size, schedule
+    and ZeRO stage."""
     for pp in list_divisors(candidate.pp * candidate.dp):
         dp = candidate.pp * candidate.dp // pp
         if pp < candidate.pp or (pp > candidate.pp and candidate.tp == 1) or not space.splits(dp):
@@ -228,11 +223,10 @@ def _list_leaner_candidates(
 
 def is_known(standard: StandardLayout, rows: Sequence[Candidate]) -> bool:
     """Return whether the report can show the well-known layout ``standard``, such as ZeRO-3, without planning it,
-    because the search has planned it. If ``standard.family`` (the variants of the layout, of which the report shows the
-    best) is given, the plan that the search chose also has to be one of these variants. ``rows``: the outcomes of the
-    search, one for each candidate (mesh sizes, microbatch size, schedule and ZeRO stage), with the step time or the
-    reason why there is none.
-    """
+    because the search has planned it. If the layout has a family (variants of which the report shows the best), the
+    plan that the search chose also has to be one of these variants. ``rows``: the outcomes of the search, one for each
+    candidate (mesh sizes, microbatch size, schedule and ZeRO stage), with the step time or the reason why there is
+    none."""
     if standard.family is not None:
         best = _best_row(standard, rows)
         return best is not None and best.status == "chosen"
@@ -286,9 +280,9 @@ def compare_standard_layouts(
 
 
 def _limit_tries(candidates: Sequence[MeshCandidate]) -> list[MeshCandidate]:
-    """Return at most as many of ``candidates`` as are planned for a well-known layout: the first ones, and the one with
-    the smallest microbatch. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
-    """
+    """Return those of ``candidates`` that are planned for a well-known layout, whose number is limited: the first ones,
+    and the one with the smallest microbatch. ``candidates``: combinations of mesh sizes, microbatch size, schedule and
+    ZeRO stage."""
     if len(candidates) <= MOST_TRIED:
         return list(candidates)
     first, others = candidates[: MOST_TRIED - 1], candidates[MOST_TRIED - 1 :]
@@ -297,12 +291,10 @@ def _limit_tries(candidates: Sequence[MeshCandidate]) -> list[MeshCandidate]:
 
 def _best_row(standard: StandardLayout, rows: Sequence[Candidate]) -> Candidate | None:
     """Return the fastest of ``rows`` that is a variant of the well-known layout ``standard``, such as ZeRO-3; ``None``
-    if there is none, or if ``standard.family`` is ``None``. A row belongs to a variant if both have the same mesh,
-    microbatch size, schedule, virtual stages and ZeRO settings. A row with an interleaved schedule also belongs to a
-    variant that has the same values under 1F1B.
-
-    ``standard.family.candidates``: the variants. ``rows``: the outcomes of the search, one for each candidate.
-    """
+    if there is none, or if ``standard.family`` is ``None``. The variants are ``standard.family.candidates``. A row
+    belongs to a variant if both have the same mesh, microbatch size, schedule, virtual stages and ZeRO settings. A row
+    with an interleaved schedule also belongs to a variant that has the same values under 1F1B. ``rows``: the outcomes
+    of the search, one for each candidate."""
     family = standard.family
     if family is None:
         return None
@@ -380,7 +372,7 @@ def _tune_standard_layout(
                 tried.extend([found] if found.step_time is not None else [])
 
     every = frozenset(family.candidates)
-    if standard.name == MEGATRON:  # first, since a good plan here prunes most of the others
+    if standard.name == MEGATRON:  # comes first, since a good plan here prunes most of the others
         shared = ((row, candidates[_identify_layout(row)]) for row in tried)
         lean = [(row, replace(p, zero=1) if replace(p, zero=1) in every else p) for row, p in shared]
         _plan_interleaved_layouts(family, lean, lambda: _read_step_seconds(best), plan)
@@ -491,9 +483,8 @@ def _build_fit_check(bounds: ModelBounds) -> Callable[[MeshCandidate], bool]:
 
     @cache
     def fits(candidate: MeshCandidate) -> bool:
-        """Return whether ``candidate`` may have a plan: no lower bound shows that it has none, such as for lack of
-        memory. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        """Return whether ``candidate`` may have a plan: no lower bound shows that it has no plan, such as for lack of
+        memory. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         try:
             bounds.check_states(candidate)
             bounds.refine(candidate)

@@ -50,25 +50,23 @@ class Bounds(Protocol):
         """
 
     def members(self, candidates: Sequence[MeshCandidate]) -> Sequence[MeshCandidate]:
-        """Return all candidates of the family of ``candidates``: those that share their first lower bounds with them. A
-        candidate is a combination of mesh sizes, microbatch size, schedule and ZeRO stage. The result may contain
-        candidates that are new to the search. ``candidates``: some members of one family.
-        """
+        """Return all candidates of the family of ``candidates``, which are some members of one family. A family is the
+        candidates (mesh sizes, microbatch size, schedule and ZeRO stage) that share their first lower bounds. The
+        result may contain candidates that are new to the search."""
 
     @property
     def family_bounds(self) -> Sequence[Callable[[Sequence[MeshCandidate], float], float]]:
         """Return the functions that compute a lower bound in seconds on the step time of every member of a family, from
         the quickest to the tightest. A family is candidates (mesh sizes, microbatch size, schedule, ZeRO stage) that
-        share their first bounds. The functions' arguments are the candidates of the family and a cutoff in seconds; a
-        bound above the cutoff need not be exact.
-        """
+        share their first bounds. The arguments of each function are the candidates of the family and a cutoff in
+        seconds; a bound above the cutoff need not be exact."""
 
     @property
     def candidate_bounds(self) -> Sequence[Callable[[MeshCandidate, float], float]]:
         """Return the functions that compute a lower bound in seconds on the step time of one candidate (mesh sizes,
-        microbatch size, schedule and ZeRO stage), from the quickest to the tightest. Their second argument is a cutoff
-        in seconds; a bound above it need not be exact. They raise :class:`PartitionError` if the candidate has no plan.
-        """
+        microbatch size, schedule and ZeRO stage), from the quickest to the tightest. The arguments of each function are
+        the candidate and a cutoff in seconds; a bound above the cutoff need not be exact. The functions raise
+        :class:`PartitionError` if the candidate has no plan."""
 
     def estimate_times(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
         """Return approximate lower bounds in seconds on the step times of candidates that the search has not bounded,
@@ -77,15 +75,14 @@ class Bounds(Protocol):
         """
 
     def announce(self, candidates: Sequence[MeshCandidate]) -> None:
-        """Announce that bounds of ``candidates``, which the search itself has not bounded, will be requested, the most
-        promising first, so that they may be prepared. ``candidates``: combinations of mesh sizes, microbatch size,
-        schedule and ZeRO stage."""
+        """Announce that bounds of ``candidates``, which the search itself has not bounded, will be requested, so that
+        they can be computed ahead. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO
+        stage, the most promising first."""
 
     def again_s(self, candidate: MeshCandidate, *, quick: bool = False) -> float:
         """Return approximately how many seconds of a step of ``candidate`` the recomputation of activations takes. This
-        is an estimate and not a bound; it helps to choose what to try next. ``quick``: do not shard the model for it.
-        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        is an estimate and not a bound; it helps to choose what to try next. ``quick``: whether to estimate without
+        sharding the model. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
 
     def shortage(self, candidate: MeshCandidate) -> CapacityError | None:
         """Return the exact memory shortage of a candidate for which only a lower bound on the missing bytes is known;
@@ -146,8 +143,8 @@ class SearchResult:
 
 
 class CandidatePlanner(Protocol):
-    """Interface of the object by which the search plans single candidates, combinations of mesh sizes, microbatch size,
-    schedule and ZeRO stage, and computes its tightest lower bounds on them."""
+    """Interface of the object by which the search plans single candidates (combinations of mesh sizes, microbatch size,
+    schedule and ZeRO stage) and computes its tightest lower bounds on them."""
 
     def announce(self, candidates: Sequence[MeshCandidate]) -> None:
         """Announce that ``candidates`` (combinations of mesh sizes, microbatch size, schedule and ZeRO stage) will
@@ -155,14 +152,13 @@ class CandidatePlanner(Protocol):
 
     def evaluate(self, candidate: MeshCandidate) -> EvaluatedCandidate:
         """Return the best plan of ``candidate`` (mesh sizes, microbatch size, schedule and ZeRO stage), with its step
-        time. Raises :class:`PartitionError` if it has none."""
+        time. Raises :class:`PartitionError` if the candidate has no plan."""
 
     def can_prune(self, candidate: MeshCandidate, upper_bound_s: float) -> bool:
         """Return whether ``candidate`` can be skipped, because an evaluation would probably find no plan that takes
-        less than ``upper_bound_s`` seconds. The lower bounds need not prove this, so they stay as they are.
+        less than ``upper_bound_s`` seconds. This need not be proven, so the caller keeps its lower bounds.
         ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. Raises :class:`PartitionError` if the
-        candidate has no plan.
-        """
+        candidate has no plan."""
 
     def bound_tightly(self, candidate: MeshCandidate, upper_bound_s: float) -> float:
         """Return the tightest lower bound in seconds on the step times of the candidate's plans. The computation may
@@ -179,17 +175,16 @@ class CandidatePlanner(Protocol):
 
 @dataclass
 class BestFirstSearch:
-    """Branch and bound over candidates. It finds the candidate with the least step time and a certificate. The
-    certificate says how near the plan is to the optimum.
+    """Branch and bound over candidates. It finds the candidate with the least step time and a certificate, which says
+    how near the plan is to the optimum.
 
-    ``tolerance``: stop when no bound is better than the best plan by more than this fraction. ``patience``: number of
-    consecutive groups of candidates with several virtual stages on a rank that may bring no better plan; after that,
-    the search skips such groups, and their bounds stay as they are; ``None``: no limit. ``cutoff_s``: plans that take
-    at least this many seconds are of no interest. ``time_limit_s``: after this time, or on ``KeyboardInterrupt``, the
-    best plan so far is returned with its gap. ``progress``: called before each evaluation, and from time to time
-    between evaluations. ``bounds``, ``planner``: compute lower bounds and plans of candidates. ``outcomes``: candidate
-    -> its outcome (solved, pruned by a bound, or infeasible). ``incumbent``: the candidate with the best plan so far.
-    """
+    ``tolerance``: stop when no bound is better than the best plan by more than this fraction. ``patience``: after this
+    many consecutive groups of candidates with several virtual stages on a rank have brought no better plan, the search
+    skips further groups and keeps their bounds; ``None``: no limit. ``cutoff_s``: plans that take at least this many
+    seconds are of no interest. ``time_limit_s``: after this time, or on ``KeyboardInterrupt``, the best plan so far is
+    returned with its gap. ``progress``: called before each evaluation, and from time to time between evaluations.
+    ``bounds``, ``planner``: compute lower bounds and plans of candidates. ``outcomes``: candidate -> its outcome
+    (solved, pruned by a bound, or infeasible). ``incumbent``: the candidate with the best plan so far."""
 
     bounds: Bounds
     planner: CandidatePlanner
@@ -235,14 +230,15 @@ class BestFirstSearch:
         Args:
             candidates: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
             always: candidates that are evaluated first, whatever their bounds. Each is evaluated before the next one is
-                taken from the iterable, which may choose it by the result. ``None`` is ignored, and so is a candidate
-                that is not one of ``candidates``.
-            left_out: candidates that are reported but not searched, and the reasons.
-            before: candidate -> its outcome in an earlier search with fewer constraints, whose bounds hold here, too.
+                taken from the iterable, so the iterable may choose the next one by the result. ``None``, and candidates
+                that are not among ``candidates``, are ignored.
+            left_out: candidate -> reason, for candidates that are reported but not searched.
+            before: candidate -> its outcome in an earlier search with fewer constraints, whose bounds are also valid in
+                this search.
 
-        Raises :class:`CapacityError` if no candidate fits in memory, the one of the candidate with the least shortage;
-        and :class:`PlanError` if no candidate has a plan for other reasons, or none takes less than ``cutoff_s``.
-        """
+        Raises :class:`CapacityError` if no candidate fits in memory (the error of the candidate that lacks the fewest
+        bytes), and :class:`PlanError` if no candidate has a plan for other reasons, or if none takes less than
+        ``cutoff_s``."""
         deadline = time.monotonic() + self.time_limit_s
         self._open_candidates(candidates, left_out or {}, before or {})
         cut_off: CutOff | None = None
@@ -275,10 +271,10 @@ class BestFirstSearch:
         left_out: Mapping[MeshCandidate, str],
         before: Mapping[MeshCandidate, CandidateOutcome],
     ) -> None:
-        """Create an outcome for each of ``candidates`` (combinations of mesh sizes, microbatch size, schedule and ZeRO
-        stage), with its quickest lower bound. An outcome is the record of the search for a candidate. Bounds and errors
-        of an earlier search are taken over. ``left_out``: candidates that are reported but not searched, and the
-        reasons. ``before``: candidate -> its outcome in the earlier search."""
+        """Create an outcome, the search's record of a candidate, for each of ``candidates`` (combinations of mesh
+        sizes, microbatch size, schedule and ZeRO stage), with its quickest lower bound. ``before``: candidate -> its
+        outcome in an earlier search, from which bounds and errors are taken over. ``left_out``: candidate -> reason,
+        for candidates that are reported but not searched."""
         is_choice = len(candidates) > 1
         first = self.bounds.times(candidates).tolist() if is_choice else [0.0] * len(candidates)
         self.outcomes = {c: CandidateOutcome(c, bound) for c, bound in zip(candidates, first, strict=True)}
@@ -292,12 +288,12 @@ class BestFirstSearch:
                 _mark_infeasible(row, old.error)
 
     def _branch_and_bound(self, deadline: float) -> bool:
-        """Tighten bounds and evaluate candidates until no lower bound is below the best step time. Return ``False`` if
-        time ran out. ``deadline``: end of the search on the clock of :func:`time.monotonic`.
+        """Tighten bounds and evaluate candidates until no lower bound is below the best step time. Return ``True`` if
+        the search was completed, and ``False`` if time ran out. ``deadline``: end of the search on the clock of
+        :func:`time.monotonic`.
 
         Schedules that have to be simulated come after the others, because their bounds are quick once a good plan is
-        known.
-        """
+        known."""
         rows, num_family_bounds = self.outcomes, len(self.bounds.family_bounds)
         nodes = self._group_open_families()
         unknown = list(dict.fromkeys(c for members in nodes for c in members if c not in rows))
@@ -324,7 +320,7 @@ class BestFirstSearch:
                         nodes.append([member])
                         heapq.heappush(queue, (later, max(bound, row.bound), len(nodes) - 1, step))
                 continue
-            last = self.upper_bound_s == math.inf and not queue  # no bound can prune the last one
+            last = self.upper_bound_s == math.inf and not queue  # no bound can prune the last candidate
             if alone and (last or step == num_family_bounds + len(self.bounds.candidate_bounds)):
                 if _has_virtual_stages(members[0]):
                     self._fruitless.add(self.bounds.family(members[0]))
@@ -343,19 +339,17 @@ class BestFirstSearch:
         return True
 
     def _is_skipped(self, candidate: MeshCandidate) -> bool:
-        """Return whether the search skips ``candidate`` without evaluating it: it has several virtual stages on a rank,
-        there is a plan, and as many such candidates as allowed were tried without finding a better one. ``candidate``:
-        mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        """Return whether the search skips ``candidate`` without evaluating it, because it has several virtual stages on
+        a rank, a plan is known, and as many such candidates as allowed were tried without finding a better plan.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         if self.patience is None or self.incumbent is None or not _has_virtual_stages(candidate):
             return False
         return len(self._fruitless) >= self.patience or self._spent >= 1.0
 
     def _group_open_families(self) -> list[Sequence[MeshCandidate]]:
-        """Return the candidates of the search in families, in a fixed order. The candidates of a family share their
-        first lower bounds, such as those that differ only in ZeRO. A family of a single candidate that is already
-        evaluated or has no plan is left out.
-        """
+        """Return the candidates of the search as a list of families in a fixed order. The candidates of a family share
+        their first lower bounds, such as those that differ only in ZeRO. A family of a single candidate that is already
+        evaluated or has no plan is left out."""
         families: dict[Hashable, list[MeshCandidate]] = {}
         for candidate in self.outcomes:
             families.setdefault(self.bounds.family(candidate), []).append(candidate)
@@ -407,10 +401,8 @@ class BestFirstSearch:
 
     def _were_pruned_before(self, members: Sequence[MeshCandidate]) -> bool:
         """Return whether an earlier search found, for each of ``members``, that it has no plan or takes at least the
-        step time of the best plan so far. If so, the times that the earlier search found are stored in the outcomes of
-        ``members``, and no new bounds need be computed. ``members``: combinations of mesh sizes, microbatch size,
-        schedule and ZeRO stage.
-        """
+        step time of the best plan so far. If so, these step times are stored in the outcomes of ``members``, and no new
+        bounds need be computed. ``members``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage."""
         found = [self._before.get(candidate) for candidate in members] if self._before else [None]
         if not all(row is not None and row.lower_bound_s >= self.upper_bound_s for row in found):
             return False
@@ -422,9 +414,8 @@ class BestFirstSearch:
 
     def _can_prune(self, candidate: MeshCandidate) -> bool:
         """Return whether ``candidate`` need not be evaluated, because it has no plan, or because an evaluation is
-        expected to find no better one. In the second case its lower bound stays as it is, because nothing was proven.
-        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        expected to find no better plan than the best one. In the second case nothing was proven, so the candidate's
+        lower bound is kept. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         row = self.outcomes[candidate]
         try:
             if self.upper_bound_s == math.inf or not self.planner.can_prune(candidate, self.upper_bound_s):
@@ -436,10 +427,9 @@ class BestFirstSearch:
             return True
 
     def _tighten_least_bound(self, deadline: float) -> bool:
-        """Tighten the least of all lower bounds as long as that is possible, since it is the bound of the certificate.
-        Return ``False`` if time ran out. The certificate says how near the plan is to the optimum. ``deadline``: end of
-        the search on the clock of :func:`time.monotonic`.
-        """
+        """Tighten the least of all lower bounds as long as that is possible, since it is the bound of the certificate
+        (how near the plan is to the optimum). Return ``False`` if time ran out, otherwise ``True``. ``deadline``: end
+        of the search on the clock of :func:`time.monotonic`."""
         while self.incumbent is not None:
             row = min((row for row in self.outcomes.values() if row.says), key=lambda row: row.bound, default=None)
             if row is None or not row.loose or row.bound >= self.incumbent_s:
@@ -511,13 +501,11 @@ Found = TypeVar("Found")
 @dataclass
 class ZeroInfeasibility:
     """Skips candidates (combinations of mesh sizes, microbatch size, schedule and ZeRO stage) that cannot fit in
-    memory, because another candidate did not fit. The other candidate differs only in ZeRO, and needs no more bytes for
-    parameters, gradients and optimizer states. ``state_bytes``: function that returns these bytes on a rank of a
-    candidate.
+    memory, because another candidate did not fit that differs only in ZeRO and needs no more bytes for parameters,
+    gradients and optimizer states. ``state_bytes``: function that returns these bytes on a rank of a candidate.
 
     This rule applies only to schedules with several stages on a rank or without a formula, whose stages take long to
-    solve. ZeRO-3 is compared only with ZeRO-3, because it also needs memory for gathered weights.
-    """
+    solve. ZeRO-3 is compared only with ZeRO-3, because it also needs memory for gathered weights."""
 
     state_bytes: Callable[[MeshCandidate], float]
     _refused: dict[MeshCandidate, list[tuple[MeshCandidate, CapacityError]]] = field(
@@ -528,10 +516,9 @@ class ZeroInfeasibility:
         """Return ``solve(candidate)``, the plan of ``candidate``. ``candidate``: mesh sizes, microbatch size, schedule
         and ZeRO stage. Raises the :class:`CapacityError` of ``solve`` if the plan does not fit in memory.
 
-        ``solve`` is not called if an earlier candidate that differs only in ZeRO and needs no more memory did not fit;
-        its error is raised again. This is checked only for schedules with several stages on a rank or without a formula
-        for the step time.
-        """
+        If an earlier candidate that differs only in ZeRO and needs no more memory did not fit, ``solve`` is not called,
+        and the error of the earlier candidate is raised again. This is checked only for schedules with several stages
+        on a rank or without a formula for the step time."""
         if is_plain(candidate.schedule, candidate.virtual_stages):
             return solve(candidate)
         family = replace(candidate, zero=0, dp_shard=0)

@@ -42,11 +42,11 @@ _activations_kind = attrgetter("pp", "dp", "cp", "tp", "ep", "microbatch_size") 
 
 class BoundCascade:
     """The sequence of lower bounds that the search computes for ``candidates`` and their families, from the quickest to
-    the tightest. A family is the candidates of ``space`` that differ only in ZeRO (its stage, and the number of ranks
-    that shard).
+    the tightest. A family is the candidates of ``space`` (the search space) that differ only in ZeRO (its stage, and
+    the number of ranks that shard).
 
     The first bounds come from the unsharded model without collectives (``bounds``). Then a sharding is solved
-    (``evaluator``) for the largest microbatch; its collectives also bound those of smaller microbatches, so one
+    (``evaluator``) for the largest microbatch. Its collectives also bound those of smaller microbatches, so one
     sharding bounds all candidates with one size of ``tp``. Last, the candidate's own sharding gives the tightest bound.
     """
 
@@ -93,17 +93,16 @@ class BoundCascade:
 
     def estimate_times(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
         """Return approximate lower bounds in seconds on the step times of candidates outside the search, shape
-        ``[candidates]``, without a sharding of their own. ``candidates``: combinations of mesh sizes, microbatch size,
+        ``[candidates]``, without solving their shardings. ``candidates``: combinations of mesh sizes, microbatch size,
         schedule and ZeRO stage.
 
         The seconds of blocks (such as layers) are taken from the shardings that the search has computed for equal
         ``tp``, ``ep`` and ``etp``, in proportion to the tokens of a rank. More ranks for a sequence (``cp``) only add
-        collectives for attention, which are left out. Where the search has computed none, the bound is that of the
-        unsharded model.
-        """
+        collectives for attention, which are left out. If there is no such sharding, the bound is that of the unsharded
+        model."""
         solved, known = self.sharded.list_known_floors(), dict[Hashable, Seconds]()
         for kind, candidate in {BY_BLOCKS(candidate): candidate for candidate in candidates}.items():
-            tokens = candidate.microbatch_size / candidate.cp  # of so many samples
+            tokens = candidate.microbatch_size / candidate.cp  # in samples per rank
             of_kind = solved.get((candidate.tp, candidate.ep, candidate.etp), [])
             larger = [(tokens / samples, seconds) for samples, seconds in of_kind if tokens <= samples]
             if larger and self._scales:
@@ -114,17 +113,17 @@ class BoundCascade:
         return self.bounds.times(candidates, known=known)
 
     def announce(self, candidates: Sequence[MeshCandidate]) -> None:
-        """Announce that bounds of ``candidates``, which the search itself has not bounded, will be requested, the most
-        promising first. A second process then solves their shardings ahead instead of those announced before.
-        ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage."""
+        """Announce that bounds of ``candidates``, which the search itself has not bounded, will be requested. A second
+        process then solves their shardings ahead; earlier announcements are withdrawn. ``candidates``: combinations of
+        mesh sizes, microbatch size, schedule and ZeRO stage, the most promising first."""
         self.sharded.locals.ahead.end()
         self._prefetch_shardings(candidates)
 
     def _prefetch_shardings(self, candidates: Sequence[MeshCandidate]) -> None:
-        """Announce the sharding problems from which the most promising candidates will be bounded: those of the largest
-        microbatches, then each candidate's own. A second process may solve them ahead. ``candidates``: combinations of
-        mesh sizes, microbatch size, schedule and ZeRO stage; those with the best first bound come first.
-        """
+        """Announce the sharding problems from which the most promising candidates will be bounded, so that a second
+        process can solve them ahead: first the problems for the largest microbatches, then those for each candidate's
+        own microbatch. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage, those with
+        the least first bound first."""
         first: dict[tuple[int, ...], MeshCandidate] = {}
         for candidate in candidates:
             first.setdefault(
@@ -151,11 +150,10 @@ class BoundCascade:
 
     def members(self, candidates: Sequence[MeshCandidate]) -> Sequence[MeshCandidate]:
         """Return all candidates that differ from ``candidates`` only in ZeRO: in the stage, or in the number of ``dp``
-        ranks over which parameters, gradients and optimizer states are sharded (hybrid sharding uses a part of them).
-        ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        ranks over which parameters, gradients and optimizer states are sharded (only a part of the ranks under hybrid
+        sharding). ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage."""
         candidate = candidates[0]
-        key = candidate.dp, candidate.cp, candidate.tp  # all that they depend on
+        key = candidate.dp, candidate.cp, candidate.tp  # all that the result depends on
         if key not in self._parts:
             self._parts[key] = [(other.zero, other.dp_shard) for other in list_hybrid_candidates(self.space, candidate)]
         return list(dict.fromkeys([*candidates, *(candidate.sharing(*part) for part in self._parts[key])]))
@@ -164,10 +162,10 @@ class BoundCascade:
     def family_bounds(self) -> Sequence[Callable[[Sequence[MeshCandidate], float], float]]:
         """Return the functions that compute a lower bound in seconds on the step times of a family, in the order in
         which they are called. A family is candidates (mesh sizes, microbatch size, schedule) that differ only in ZeRO.
-        The first two use the sharding solved for the largest microbatch. One of them assumes that the work is divided
+        The first two functions use the sharding solved for the largest microbatch. One assumes that the work is divided
         evenly into stages. The other searches the best stages with which the candidate of the family that needs the
-        least memory fits. The last two do the same with the sharding solved for the family's own microbatch size.
-        """
+        least memory fits. The last two functions compute the same bounds with the sharding solved for the family's own
+        microbatch size."""
         return self._bound_even_split, self._bound_least_memory_stages, self._own_even, self._own_lean
 
     @cached_property
@@ -178,11 +176,10 @@ class BoundCascade:
 
         The first checks whether parameters and optimizer states fit. The next ones use the sharding solved for the
         largest microbatch: an even division into stages with the collectives of ZeRO, and the best stages. Then the
-        same bounds are computed with the candidate's own sharding; there, the memory of the leanest candidate among
-        those that differ only in ZeRO is tried before the candidate's own memory. The last two are used if not all
-        placements (assignments of ranks to devices) are tried: one evaluates placements on a cluster of equal devices,
-        the other mixes stages on two classes of devices.
-        """
+        same bounds are computed with the candidate's own sharding: first with the memory of the candidate that needs
+        the least among those that differ only in ZeRO, then with the candidate's own memory. If not all placements
+        (assignments of ranks to devices) are tried, two more bounds follow: one evaluates placements on a cluster of
+        equal devices, the other mixes stages on two classes of devices."""
         relaxed = self._held, self._bound_with_gathers, self._bound_candidate_stages, self._bound_stages_thoroughly
         return (
             *relaxed,
@@ -215,10 +212,9 @@ class BoundCascade:
         return max(self.bounds.refine(candidate), even, stages, self._own_staged(candidate, np.inf), placed)
 
     def shortage(self, candidate: MeshCandidate) -> CapacityError | None:
-        """Return the error that says how many bytes ``candidate`` lacks and on which stage, for a candidate that cannot
-        fit in memory by its lower bounds; ``None`` if these do not show that. ``candidate``: mesh sizes, microbatch
-        size, schedule and ZeRO stage.
-        """
+        """Return the error that says how many bytes ``candidate`` lacks and on which stage. If the lower bounds on its
+        memory do not show that it cannot fit, return ``None``. ``candidate``: mesh sizes, microbatch size, schedule and
+        ZeRO stage."""
         try:
             self.bounds.refine(candidate)
         except CapacityError as error:
@@ -243,20 +239,19 @@ class BoundCascade:
 
     def _bound_least_memory_stages(self, candidates: Sequence[MeshCandidate], cutoff_s: float) -> float:
         """Return a lower bound in seconds on the steps of ``candidates``, which differ only in ZeRO, over all cuts into
-        stages with which the candidate that needs the least memory fits. 0 for a single candidate, which other bounds
-        cover.
+        stages with which the candidate that needs the least memory fits. For a single candidate, return 0, because
+        other bounds cover it.
 
         Costs are computed with the sharding that was solved for the largest microbatch with these mesh sizes. For
         schedules with several stages on a rank no cuts are examined; the bound is then the work plus the recomputation
         that memory requires. ``cutoff_s``: a bound of this many seconds is tight enough. ``candidates``: combinations
-        of mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        of mesh sizes, microbatch size, schedule and ZeRO stage."""
         key = self.family(candidates[0])
         if not is_plain(key.schedule, key.virtual_stages):
             return self._bound_simulated_recompute(candidates, cutoff_s)
         if len(candidates) < 2:
             return 0.0
-        plain = self._shared.get(replace(key, schedule="1f1b"))  # 1F1B holds no more microbatches
+        plain = self._shared.get(replace(key, schedule="1f1b"))  # under 1F1B no more microbatches are in flight
         if isinstance(plain, PartitionError):
             raise plain.with_traceback(None)
         if plain is not None and (bound := self.bounds.staged(candidates, plain)) >= cutoff_s:
@@ -285,9 +280,9 @@ class BoundCascade:
 
     def _own_lean(self, candidates: Sequence[MeshCandidate], cutoff_s: float) -> float:
         """Return a lower bound in seconds on the steps of ``candidates``, which differ only in ZeRO, over all cuts into
-        stages with which the candidate that needs the least memory fits. 0 if there is no such bound. Costs are
-        computed with the sharding that was solved for these candidates. ``cutoff_s``: a bound of this many seconds is
-        tight enough. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+        stages with which the candidate that needs the least memory fits. Costs are computed with the sharding that was
+        solved for these candidates. The result is 0 if there is no such bound. ``cutoff_s``: a bound of this many
+        seconds is tight enough. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         if len(candidates) < 2 or not is_plain(candidates[0].schedule, candidates[0].virtual_stages):
             return 0.0
@@ -310,9 +305,8 @@ class BoundCascade:
 
     def _bound_zero2_scatters(self, candidate: MeshCandidate) -> float:
         """Return a lower bound in seconds on a step of ``candidate`` under ZeRO-2, where gradients are scattered after
-        every backward; 0 if that cannot be bounded. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
-        stage.
-        """
+        every backward; 0 if the scatters cannot be bounded. ``candidate``: mesh sizes, microbatch size, schedule and
+        ZeRO stage."""
         m, compression = int(self.bounds.rounds(candidate)), self.bounds.constraints.grad_compression
         if m == 1 or not self.bounds.train or compression is not None or self.bounds.may_differ(candidate):
             return 0.0
@@ -343,9 +337,8 @@ class BoundCascade:
     def _has_room(self, candidate: MeshCandidate) -> bool:
         """Return whether memory does not limit ``candidate``: with an even division into stages, all activations fit
         without recomputation. The lower bound over all its cuts into stages is then equal to the bound of its family
-        (candidates that differ only in ZeRO), and need not be computed. ``candidate``: mesh sizes, microbatch size,
-        schedule and ZeRO stage.
-        """
+        (candidates that differ only in ZeRO), and is not computed. ``candidate``: mesh sizes, microbatch size, schedule
+        and ZeRO stage."""
         if candidate.zero == 3 or not isinstance(self._shared.get(self.family(candidate)), LeastTime):
             return False
         flying = most_in_flight(candidate.schedule, candidate.pp, int(self.bounds.rounds(candidate)))
@@ -355,10 +348,9 @@ class BoundCascade:
 
     def _bound_simulated_recompute(self, candidates: Sequence[MeshCandidate], cutoff_s: float) -> float:
         """Return a lower bound in seconds on the steps of ``candidates``, which differ only in ZeRO, under a schedule
-        that has to be simulated. It is the work plus the recomputation without which activations do not fit on all
+        that has to be simulated. The bound is the work plus the least recomputation with which activations fit on all
         ranks together, given that no rank computes for longer than the step. ``cutoff_s``: a bound of this many seconds
-        is tight enough. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        is tight enough. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage."""
         candidate = min(candidates, key=self.bounds.state_bytes)
         constraints = self.bounds.constraints
         if not self.bounds.train or candidate.pp == 1 or constraints.offload:
@@ -376,9 +368,9 @@ class BoundCascade:
         known = float(np.min(shared(shared=True)))  # without the largest call, whose time cannot be added
 
         def of_steps(limit_s: float) -> float:
-            """Return a lower bound in seconds on the step, which holds if the step takes at most ``limit_s`` seconds.
-            It is the work plus the least recomputation with which activations fit in memory if no rank computes for
-            longer than ``limit_s``."""
+            """Return a lower bound in seconds on the step that is valid if the step takes at most ``limit_s`` seconds:
+            the work plus the least recomputation with which activations fit if no rank computes for longer than that.
+            """
             again = needs.seconds_again(ranks, constraints.recompute, limit_s / least * speed)
             return known + m / speeds * again
 
@@ -398,10 +390,10 @@ class BoundCascade:
 
     def again_s(self, candidate: MeshCandidate, *, quick: bool = False) -> float:
         """Return approximately how many seconds of a step of ``candidate`` recomputation takes; infinite if activations
-        do not fit with it. It is assumed that work and memory are divided evenly over virtual stages. ``quick``: assume
-        that ``tp`` divides all work and memory evenly, too, instead of sharding the model. ``candidate``: mesh sizes,
-        microbatch size, schedule and ZeRO stage. Raises :class:`PartitionError` if the candidate has no plan.
-        """
+        do not fit even with recomputation. Work and memory are assumed to be divided evenly over virtual stages.
+        ``quick``: whether to assume also that ``tp`` divides all work and memory evenly, instead of sharding the model.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. Raises :class:`PartitionError` if the
+        candidate has no plan."""
         if quick:
             key = candidate.microbatch_size, candidate.tp, candidate.cp, candidate.ep
             if key not in self._recompute:
@@ -415,11 +407,10 @@ class BoundCascade:
         return m * candidate.pp / speeds * costs.estimate_seconds(free, *how)
 
     def _bound_stages_thoroughly(self, candidate: MeshCandidate, cutoff_s: float) -> float:
-        """Return a lower bound in seconds on the step of ``candidate`` from a search of all its cuts into stages. It is
-        computed only if the quick search, which leaves out very long stages, found no cut that fits in memory;
-        otherwise the result is 0. ``cutoff_s``: a bound of this many seconds is tight enough. ``candidate``: mesh
-        sizes, microbatch size, schedule and ZeRO stage.
-        """
+        """Return a lower bound in seconds on the step of ``candidate`` from a search of all its cuts into stages. The
+        bound is computed only if the quick search, which leaves out cuts with very long stages, found no cut that fits
+        in memory; otherwise the result is 0. ``cutoff_s``: a bound of this many seconds is tight enough. ``candidate``:
+        mesh sizes, microbatch size, schedule and ZeRO stage."""
         if candidate not in self._unseen:
             return 0.0
         return self.bounds.staged([candidate], self._bound_all_cuts(candidate, cutoff_s=cutoff_s))
@@ -434,10 +425,9 @@ class BoundCascade:
 
     def _bound_own_microbatch(self, candidate: MeshCandidate, _: float) -> float:
         """Return a lower bound in seconds on the step of ``candidate`` if the work is divided evenly into stages. Costs
-        are computed with the sharding that was solved for the candidate itself. The result is 0 if there is no bound or
-        an earlier bound is the same. The second argument is not used. ``candidate``: mesh sizes, microbatch size,
-        schedule and ZeRO stage.
-        """
+        are computed with the sharding that was solved for the candidate itself. The result is 0 if there is no bound,
+        or if an earlier bound used the same sharding. The second argument is not used. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage."""
         if self._says_most(candidate):
             return 0.0  # an earlier bound included it
         floor = self.sharded.bound_blocks(candidate, candidate.microbatch_size)
@@ -453,14 +443,12 @@ class BoundCascade:
 
     def _own_leanest(self, candidate: MeshCandidate, cutoff_s: float) -> float:
         """Return a lower bound in seconds on the step of ``candidate`` over all cuts into stages with which the leanest
-        candidate fits. The leanest candidate is the one that needs the least memory among those that differ from
-        ``candidate`` only in ZeRO. Return 0 if ``candidate`` itself is the leanest, since a later bound covers that
-        case, or if a rank has several stages. Costs are computed with the sharding that was solved for these
-        candidates.
+        candidate fits: the one that needs the least memory among those that differ from ``candidate`` only in ZeRO.
+        Return 0 if ``candidate`` itself is the leanest, since a later bound covers that case, or if a rank has several
+        stages. Costs are computed with the sharding that was solved for these candidates.
 
         ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. ``cutoff_s``: a bound of this many seconds
-        is tight enough.
-        """
+        is tight enough."""
         leanest = self._lean.get(self.family(candidate), candidate)
         if leanest == candidate or not is_plain(candidate.schedule, candidate.virtual_stages):
             return 0.0
@@ -485,11 +473,10 @@ class BoundCascade:
         return found
 
     def _own_staged(self, candidate: MeshCandidate, cutoff_s: float) -> float:
-        """Return a lower bound in seconds on the step of ``candidate`` over all cuts into stages, with the costs of the
-        sharding solved for it; 0 for schedules with several virtual stages on a rank, whose step time has no formula.
-        ``cutoff_s``: a bound of this many seconds is tight enough. ``candidate``: mesh sizes, microbatch size, schedule
-        and ZeRO stage.
-        """
+        """Return a lower bound in seconds on the step of ``candidate`` over all cuts into stages. Costs are computed
+        with the sharding that was solved for the candidate. Return 0 for schedules with several virtual stages on a
+        rank. ``cutoff_s``: a bound of this many seconds is tight enough. ``candidate``: mesh sizes, microbatch size,
+        schedule and ZeRO stage."""
         if not is_plain(candidate.schedule, candidate.virtual_stages):
             return 0.0
         return self.bounds.staged(
@@ -517,13 +504,12 @@ class BoundCascade:
 
     def _find_largest_microbatch(self, candidate: MeshCandidate) -> int:
         """Return the microbatch size in samples for which a sharding is solved to bound ``candidate`` (mesh sizes,
-        microbatch size, schedule and ZeRO stage): the largest one that fits on a device and whose sharding bounds the
-        candidate's.
+        microbatch size, schedule and ZeRO stage). It is the largest size that fits on a device, is a multiple of the
+        candidate's size, and is divisible by ``tp`` exactly if the candidate's size is, because this decides whether
+        the batch itself may be sharded over ``tp``.
 
-        It is a multiple of the candidate's size, and it is divisible by ``tp`` exactly if the candidate's size is,
-        because that decides whether the batch itself may be sharded over ``tp``. If the largest size that fits with the
-        fewest stages meets these conditions, it is used instead: it is smaller and gives a tighter bound.
-        """
+        For each number of stages there is a largest size that fits. If the smallest of these meets the conditions, it
+        is used instead, because it gives a tighter bound."""
         size, tp = candidate.microbatch_size, candidate.tp
         known = [s for s in self._sizes[tp] if s % size == 0 and (s % tp == 0) == (size % tp == 0)]
         first = self._first.get(tp)  # candidates outside the search may have sizes that no candidate of it has

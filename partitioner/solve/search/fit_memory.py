@@ -1,8 +1,8 @@
-"""Turn the best candidate into programs that are proven and fit in memory, or say that this version cannot execute it.
+"""Turn the best candidate into a program that is proven correct and fits in memory, or say why this version cannot
+execute the plan.
 
-If a program exceeds memory, the search is repeated with more memory left free for its candidate. ``context_ways`` gives
-the step time with each algorithm of attention over ``cp``.
-"""
+If the program exceeds memory, the search is repeated with more memory left free for its candidate. ``context_ways``
+gives the step time with each algorithm of attention over ``cp``."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def context_ways(job: Job, chosen: SolvedCandidate) -> tuple[ContextWay, ...]:
     calls = algorithms_of(chosen.context_model, chosen.local.context)
     plain = is_formula(
         chosen.candidate.schedule, chosen.candidate.pp, job.train
-    )  # for others the cut into stages takes long
+    )  # for other schedules the cut into stages takes long
     ways = []
     for name in ALGORITHMS:
         if calls == {name: sum(calls.values())}:
@@ -106,9 +106,8 @@ def plan_to_fit(
     with more memory reserved for this candidate, and finally for all candidates. Repetitions end when ``time_limit_s``
     seconds have passed.
 
-    ``estimate_only``: return no program, because the plan is not to be executed. Raises the exceptions of ``find``, and
-    :class:`CapacityError` if no program fits.
-    """
+    ``estimate_only``: whether to return no program, because the plan is not to be executed. Raises the exceptions of
+    ``find``, and :class:`CapacityError` if no program fits."""
     near: tuple[PlannedProgram, PlanSearchResult] | None = None
     fastest: tuple[float, PlannedProgram, PlanSearchResult] | None = None  # of the plans slower than estimated
     explored: PlanSearchResult | None = None
@@ -170,17 +169,16 @@ def plan_to_fit(
 
 
 def _is_slower(estimate: Estimate) -> bool:
-    """Return whether the simulated step time in ``estimate``, that of the emitted program (the instructions of all
-    ranks), is more than 1 % longer than the estimated one."""
+    """Return whether the step time in ``estimate`` that was simulated for the emitted program (the instructions of all
+    ranks) is more than 1 % longer than the estimated one."""
     return estimate.simulated is not None and estimate.simulated > estimate.step_time * (1 + SAME_TIME)
 
 
 def _rivals_s(explored: PlanSearchResult) -> float:
     """Return a lower bound in seconds on the step times of all candidates except the chosen one; infinite if there is
     no other. If the program of the chosen plan is slower than estimated, this bound tells whether the plan is still the
-    best. A solved candidate counts with its estimated step time, another one with its lower bound. ``explored``: the
-    result of the search.
-    """
+    best. A solved candidate counts with its estimated step time, any other candidate with its lower bound.
+    ``explored``: the result of the search."""
     rows = (row for row in explored.rows.values() if row.error is None and row.status != "chosen")
     return min((row.lower_bound_s for row in rows), default=math.inf)
 
@@ -198,10 +196,9 @@ def _correct_step_time(found: PlannedProgram, certificate: Certificate) -> Plann
 
 
 def _as_followed(certificate: Certificate, found: PlannedProgram) -> Certificate:
-    """Return a copy of ``certificate`` in which the row of the chosen plan has the memory that its emitted program
-    needs, instead of the search's estimate. The certificate says how near the plan is to the optimum. ``found``: the
-    plan with the program; without a program ``certificate`` is returned unchanged.
-    """
+    """Return a copy of ``certificate`` (how near the plan is to the optimum) in which the row of the chosen plan has
+    the memory that its emitted program needs, instead of the search's estimate. ``found``: the plan with its program.
+    If there is no program, ``certificate`` is returned unchanged."""
     if found.program is None:
         return certificate
     most = max(found.estimate.memory)
@@ -218,11 +215,10 @@ def _as_followed(certificate: Certificate, found: PlannedProgram) -> Certificate
 
 
 def _with_less(job: Job, candidate: MeshCandidate, lacks: _MemoryShortfall, tried: Counter[MeshCandidate]) -> Job:
-    """Return ``job`` (model, batch, cluster and constraints) with a larger memory reserve for ``candidate``, so that
-    its program may fit. After a few tries the returned job excludes the candidate instead. ``lacks``: the memory that
-    the program of its plan lacks. ``tried``: candidate -> number of tries, increased by this call. ``candidate``: mesh
-    sizes, microbatch size, schedule and ZeRO stage.
-    """
+    """Return a copy of ``job`` (model, batch, cluster and constraints) with a larger memory reserve for ``candidate``,
+    so that its program may fit. After a few tries the returned job excludes the candidate instead. ``lacks``: the
+    memory that the program of the candidate's plan lacks. ``tried``: candidate -> number of tries, increased by this
+    call. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
     tried[candidate] += 1
     if tried[candidate] >= _TRIES:
         return replace(job, refused={**job.refused, candidate: lacks.error})
@@ -232,9 +228,8 @@ def _with_less(job: Job, candidate: MeshCandidate, lacks: _MemoryShortfall, trie
 
 def _emit_found_plan(job: Job, explored: PlanSearchResult, estimate_only: bool) -> PlannedProgram:
     """Write the program of the plan in ``explored``, the result of the search for ``job`` (model, batch, cluster and
-    constraints). Return the plan with its program and estimate. The program is ``None`` if ``estimate_only`` is true or
-    if this version cannot execute the plan.
-    """
+    constraints). Return the plan with its program and estimate. If ``estimate_only`` is true, or if this version cannot
+    execute the plan, the program is ``None``."""
     chosen = explored.chosen
     beyond = planned_only(job, chosen.candidate, job.constraints)
     beyond += ("estimate_only=True",) if estimate_only else ()
@@ -249,8 +244,7 @@ def _emit_found_plan(job: Job, explored: PlanSearchResult, estimate_only: bool) 
 class _MemoryShortfall:
     """Memory that a plan's program (the instructions of its ranks) lacks, if it does not fit on its devices. ``error``:
     the shortage of the pipeline stage that lacks the most bytes. ``room``: usable bytes of a device of that stage.
-    ``untold``: by how many bytes the search underestimated the memory of a stage that does not fit; the greatest such
-    number of all stages.
+    ``untold``: the greatest number of bytes by which the search underestimated the memory of a stage that does not fit.
     """
 
     error: CapacityError
@@ -294,16 +288,14 @@ def _find_memory_shortfall(job: Job, chosen: SolvedCandidate, estimate: Estimate
 
 @dataclass(frozen=True)
 class PlannedProgram:
-    """A solved candidate with its certificate, program and estimate. The certificate says how near the plan is to the
-    optimum.
+    """A solved candidate with its certificate (how near the plan is to the optimum), program and estimate.
 
     ``chosen``: the plan before its program was written. ``certificate``: the bound and the outcomes of all candidates.
     ``estimate``: time and memory of a step. ``program``: the program of all ranks; ``None`` if this version cannot
-    execute the plan, or if only an estimate was requested. ``beyond``: the features of the plan that this version
-    cannot execute; empty if there are none. ``context``: step times with each algorithm of context-parallel attention;
-    empty without context parallelism. ``lacking``: the memory shortage that made the search choose offload; empty if
-    there was none.
-    """
+    execute the plan, or if only an estimate was requested. ``beyond``: why there is no program, as texts: the features
+    of the plan that this version cannot execute, or ``"estimate_only=True"``; empty if there is a program. ``context``:
+    step times with each algorithm of context-parallel attention; empty without context parallelism. ``lacking``: the
+    memory shortage that made the search choose offload; empty if there was none."""
 
     chosen: SolvedCandidate
     certificate: Certificate
@@ -316,10 +308,9 @@ class PlannedProgram:
 
 def planned_only(job: Job, candidate: MeshCandidate, constraints: Constraints) -> tuple[str, ...]:
     """Return the features of a plan of ``candidate`` that this version can estimate but not execute, as texts such as
-    ``"etp=2"``; empty if the plan can be executed. ``job``: gives precision, model and execution profile.
-    ``constraints``: those under which the plan was made. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
-    stage.
-    """
+    ``"etp=2"``; empty if the plan can be executed. ``job``: the planning problem, with precision, model and execution
+    profile. ``constraints``: the constraints under which the plan was made. ``candidate``: mesh sizes, microbatch size,
+    schedule and ZeRO stage."""
     scaled = constraints.overlap_steps and is_split(candidate.schedule) and job.precision == "fp16"
     more = {
         f"etp={candidate.etp}": candidate.etp not in (0, 1, candidate.tp),
@@ -353,9 +344,8 @@ def _check_hosts(facts: ProgramFacts, job: Job, chosen: SolvedCandidate) -> None
 
 def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
     """Write the program of all ranks for the plan ``chosen`` of ``job`` (model, batch, cluster and constraints), and
-    prove that its ranks cannot deadlock and that every value exists when it is used. Return the program, and the plan's
-    estimate of time and memory, in which the memory and the simulated step time are replaced by those of the program.
-    """
+    prove that its ranks cannot deadlock and that every value exists when it is used. Return two values: the program,
+    and the plan's estimate, in which memory and simulated step time are those of the program."""
     candidate, how = chosen.candidate, recompute_mode(job.constraints.recompute)
     local = chosen.local.spread(candidate.tp, candidate.ep, candidate.etp)
     spec = ProgramSpec(
@@ -397,9 +387,9 @@ def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
 
 
 def _put_in_fp8(job: Job, chosen: SolvedCandidate, program: Program, scaling: Scaling) -> Program:
-    """Return ``program`` with products of weights in fp8 or NVFP4, by ``scaling``: in all blocks (such as layers), or
-    where the execution profile in ``job`` (the planning problem) and the estimated times of the plan ``chosen`` select
-    them."""
+    """Return ``program`` with the matrix products of weights in fp8 or NVFP4, in the way that ``scaling`` says. This is
+    done in all blocks (such as layers), or only in those that the execution profile in ``job`` (the planning problem)
+    and the estimated times of the plan ``chosen`` select."""
     if job.profile.fp8_products == "all":
         return convert_to_fp8(program, scaling)
     laid = ProgramOnDevices(program, job.topology, chosen.devices, job.constraints, job.precision, job.optimizer)
@@ -407,8 +397,9 @@ def _put_in_fp8(job: Job, chosen: SolvedCandidate, program: Program, scaling: Sc
 
 
 def _put_in_pieces(job: Job, chosen: SolvedCandidate, program: Program) -> Program:
-    """Return ``program`` with some collectives over ``tp`` in pieces, which overlap with matrix products: those that
-    the constraints in ``job`` (the planning problem) and the estimated times of the plan ``chosen`` select."""
+    """Return ``program`` with some collectives over ``tp`` divided into pieces that overlap with matrix products. The
+    constraints in ``job`` (the planning problem) and the estimated times of the plan ``chosen`` select the collectives.
+    """
     if job.profile.tensor_pieces == "none" or chosen.candidate.tp == 1:
         return program
     laid = ProgramOnDevices(program, job.topology, chosen.devices, job.constraints, job.precision, job.optimizer)

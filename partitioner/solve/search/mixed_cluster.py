@@ -1,11 +1,11 @@
 """Compute a lower bound on a candidate on a cluster with different devices, over all ways to place its stages.
 
-The devices are divided into two classes: those of the fastest type, and all others, which count as the best of them. A
-group of ranks that wait for each other in every microbatch is fast if all of its devices are fast. Any other group
-waits for a device of the second class, and counts as one of that class. For each number of fast stages in a pipeline,
-and each number of microbatches, the step has a lower bound that includes fill, drain and the collectives at the ends of
-a step. A step of ``T`` seconds is possible only if the pipelines can be formed of the fast groups that exist, and can
-run all microbatches of the batch within ``T`` seconds."""
+The devices are divided into two classes: those of the fastest type, and all others, which are treated as equal to the
+best of the others. A group of ranks that wait for each other in every microbatch is fast if all of its devices are
+fast. Any other group waits for a device of the second class, and is treated as one of that class. For each number of
+fast stages in a pipeline, and each number of microbatches, the step has a lower bound that includes fill, drain and the
+collectives at the ends of a step. A step of ``T`` seconds is possible only if the pipelines can be formed of the fast
+groups that exist, and can run all microbatches of the batch within ``T`` seconds."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _ROUNDING = 1e-9
 
 
 class DeviceClasses(NamedTuple):
-    """The two classes of devices of a cluster. ``fast``: copies of the cluster with the fastest devices only. ``rest``:
-    copies in which all devices are as good as the best of the others. ``num_fast``: the number of fast devices.
-    """
+    """The two classes of devices of a cluster: those of the fastest type, and all others. ``fast``: copies of the
+    cluster in which all devices are of the fastest type. ``rest``: copies in which all devices are as good as the best
+    of the others. ``num_fast``: the number of devices of the fastest type in the cluster."""
 
     fast: UniformClusters
     rest: UniformClusters
@@ -50,19 +50,19 @@ class DeviceClasses(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineSupply:
-    """What pipelines can be formed of the devices of a cluster, and what they have to do.
+    """The pipelines that can be formed of the devices of a cluster, and their work in a step.
 
     ``pipelines``: number of pipelines that do not wait for each other before the end of a step. ``fast_groups``: number
-    of groups of ranks, one for each stage of a pipeline, that have fast devices only. ``num_microbatches``: of all
-    pipelines together; each has at least one.
-    """
+    of groups of ranks that have fast devices only; each group is one stage of a pipeline. ``num_microbatches``: number
+    of microbatches of all pipelines together; each pipeline has at least one."""
 
     pipelines: int
     fast_groups: int
     num_microbatches: int
 
     def list_counts(self) -> Iterator[int]:
-        """Yield the numbers of microbatches of one pipeline to examine, ascending; all of them if they are few."""
+        """Yield the numbers of microbatches of one pipeline for which bounds are computed, in ascending order. Small
+        numbers are all included; larger ones are in steps of about one sixteenth."""
         most = self.num_microbatches - self.pipelines + 1
         number = 1 if self.pipelines > 1 else most
         while number < most:
@@ -92,9 +92,10 @@ class PipelineSupply:
         return float(times[low]) if low < len(times) else math.inf
 
     def _can_run(self, most: Vector) -> bool:
-        """Return whether the pipelines can run all microbatches, if one with ``n`` fast stages can run at most
-        ``most[n]``; minus infinity if it cannot run any. The numbers of pipelines and of fast groups are given. Numbers
-        of pipelines of each kind need not be whole, so a mixture of at most two kinds is best."""
+        """Return whether the pipelines can run all microbatches. ``most``: entry ``n`` is the largest number of
+        microbatches that a pipeline with ``n`` fast stages can run; minus infinity if it cannot run any. The numbers of
+        pipelines and of fast groups are fixed. Numbers of pipelines of each kind need not be whole, so a mixture of at
+        most two kinds is best."""
         mean = self.fast_groups / self.pipelines
         kinds = [n for n in range(len(most)) if np.isfinite(most[n]) and n <= self.fast_groups]
         best = max((most[n] for n in kinds if n <= mean), default=-np.inf)
@@ -115,19 +116,17 @@ class MixedClusterBound:
         self._evaluator = evaluator
 
     def quickly(self, candidate: MeshCandidate, cutoff_s: float) -> float:
-        """Return a lower bound in seconds on every plan of ``candidate``, at most ``cutoff_s``; 0 if there is no bound
-        or if ranks have several stages. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. Raises
-        :class:`PartitionError` if the model cannot be sharded as the candidate says.
-        """
+        """Return a lower bound in seconds on the step of every plan of ``candidate``, at most ``cutoff_s``; 0 if there
+        is no bound or if ranks have several stages. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
+        stage. Raises :class:`PartitionError` if the model cannot be sharded as the candidate says."""
         is_one = is_plain(candidate.schedule, candidate.virtual_stages)
         return self.least(candidate, cutoff_s) if is_one else 0.0
 
     def least(self, candidate: MeshCandidate, cutoff_s: float) -> float:
-        """Return a lower bound in seconds on every plan of ``candidate``, at most ``cutoff_s``; 0 if there is no bound.
-        With several stages on a rank, there is a bound for few ranks only, because all orders of their device classes
-        are examined. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. Raises
-        :class:`PartitionError` if the model cannot be sharded as the candidate says.
-        """
+        """Return a lower bound in seconds on the step of every plan of ``candidate``, at most ``cutoff_s``; 0 if there
+        is no bound. If ranks have several stages, there is a bound only for pipelines of few ranks, because all orders
+        of device classes along the pipeline are examined. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
+        stage. Raises :class:`PartitionError` if the model cannot be sharded as the candidate says."""
         job, classes = self._evaluator.job, self._classes
         fixed, is_one = job.constraints, is_plain(candidate.schedule, candidate.virtual_stages)
         if classes is None or not job.train or fixed.overlap_steps or fixed.data_shares is not None:
@@ -138,7 +137,7 @@ class MixedClusterBound:
             return 0.0
         supply, least = self._count_pipelines(candidate, classes.num_fast), cutoff_s
         for machine in classes.fast.list_distinct_placements(candidate):
-            if len(machine.distinct_pipelines) > 1:  # the bounds are of one kind of replica
+            if len(machine.distinct_pipelines) > 1:  # the bounds are for equal replicas
                 return 0.0
             least = min(least, self._bound_on_placement(candidate, supply, machine, cutoff_s))
         return least
@@ -163,9 +162,10 @@ class MixedClusterBound:
         return DeviceClasses(fast, rest, int((of_device == fastest).sum()))
 
     def _count_pipelines(self, candidate: MeshCandidate, num_fast: int) -> PipelineSupply:
-        """Return what pipelines ``candidate`` has. If its replicas wait for each other in every microbatch, all of them
-        are one pipeline. ``num_fast``: the number of fast devices. ``candidate``: mesh sizes, microbatch size, schedule
-        and ZeRO stage."""
+        """Return the number of pipelines of ``candidate``, and of the groups of fast devices and microbatches that they
+        have. If the replicas of the candidate wait for each other in every microbatch, all of them are one pipeline.
+        ``num_fast``: the number of fast devices. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
         job = self._evaluator.job
         if candidate.replicas_run_independently(job.model.updates):
             size = candidate.tp * candidate.cp
@@ -176,11 +176,10 @@ class MixedClusterBound:
     def _bound_on_placement(
         self, candidate: MeshCandidate, supply: PipelineSupply, machine: PlacedMesh, cutoff_s: float
     ) -> float:
-        """Return a lower bound in seconds on every plan of ``candidate`` whose ranks have links no better than on the
-        placement ``machine``, where all replicas are equal, for every assignment of device types to the ranks; at most
-        ``cutoff_s``. ``supply``: the pipelines that ``candidate`` has. ``candidate``: mesh sizes, microbatch size,
-        schedule and ZeRO stage.
-        """
+        """Return a lower bound in seconds, at most ``cutoff_s``, on the step of every plan of ``candidate`` whose links
+        are no better than on the placement ``machine``, for every assignment of device types to the ranks. All replicas
+        are equal on ``machine``. ``supply``: the pipelines that ``candidate`` has. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage."""
         assert self._classes is not None
         fast, rest, _ = self._classes
         number = next(n for n, topology in enumerate(fast.topologies) if topology is machine.topology)
@@ -205,11 +204,11 @@ Delays = tuple[Sequence[Table], Sequence[Table]]
 
 @dataclass
 class _StepBounds:
-    """Computes lower bounds on the step of one pipeline of ``candidate`` by its number of stages on fast devices.
-    ``cutoff_s``: bounds of at least so many seconds are infinite. ``most_fast``: the most fast stages that a pipeline
-    can have. ``classes``: for the fast devices, then for the others: clusters of such devices, and a placement on one
-    of them. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-    """
+    """Computes lower bounds on the step of one pipeline of ``candidate`` (mesh sizes, microbatch size, schedule and
+    ZeRO stage), for each number of stages on fast devices. ``cutoff_s``: bounds of at least this many seconds are
+    replaced by infinity. ``most_fast``: the most fast stages that a pipeline can have. ``classes``: for the fast
+    devices, then for the others, a pair: copies of the cluster in which all devices are of this class, and a placement
+    on one of these copies."""
 
     candidate: MeshCandidate
     cutoff_s: float
@@ -221,9 +220,9 @@ class _StepBounds:
     _runs: dict[Hashable, StageRunsByClass] = field(default_factory=dict)
 
     def bound_steps(self, count: int, delays: Delays = ((), ())) -> Vector:
-        """Return lower bounds in seconds on the step with ``count`` microbatches, shape ``[stages + 1]``, by the number
-        of fast stages; infinite from the cutoff on. ``delays``: for each class of devices and each stage, a table of
-        the seconds from its last backward to the end of its reductions."""
+        """Return lower bounds in seconds on the step with ``count`` microbatches, shape ``[stages + 1]``. Entry ``n``
+        is for ``n`` fast stages; bounds of at least the cutoff are infinite. ``delays``: for each class of devices and
+        each stage, a table of the seconds from the stage's last backward to the end of its gradient reductions."""
         candidate = self.candidate
         if candidate.pp == 1:
             return np.array([self._bound_single_stage(count, *of) for of in reversed(self.classes)])
@@ -237,9 +236,9 @@ class _StepBounds:
         return self._runs[one.flying].bound_steps(count, self.cutoff_s - update_s, delays) + update_s
 
     def _price_stages(self, count: int) -> list[tuple[StageProblem, float]]:
-        """Return, for each class of devices, the problem of cutting block calls (such as layers) into stages with
-        ``count`` microbatches, and a lower bound in seconds on the optimizer's update. Memory depends on the number
-        only by the microbatches in flight, and by whether there are several."""
+        """Return, for each class of devices, a pair: the problem of cutting block calls (such as layers) into stages
+        with ``count`` microbatches, and a lower bound in seconds on the optimizer's update. In these problems, memory
+        depends only on the microbatches in flight, and on whether there are several microbatches."""
         several = count > 1
         if several not in self._priced:
             self._priced[several] = [
@@ -252,16 +251,16 @@ class _StepBounds:
         ]
 
     def bound_delays(self, count: int) -> Delays:
-        """Return lower bounds on the seconds from the last backward of each stage to the end of its reductions, for
-        each class of devices, with at most ``count`` microbatches."""
+        """Return, for each class of devices, lower bounds on the seconds from the last backward of each stage to the
+        end of its gradient reductions, with at most ``count`` microbatches."""
         one, other = (
             self._build_evaluator(clusters, count).bound_delays(machine) for clusters, machine in self.classes
         )
         return one, other
 
     def _bound_virtual_stages(self, count: int) -> Vector:
-        """Return what :meth:`bound_steps` does if each rank has several stages: the least of the bounds of all orders
-        of fast and other ranks."""
+        """Return the bounds of :meth:`bound_steps` if each rank has several stages. Entry ``n`` is the least bound over
+        all orders of ``n`` fast ranks and the other ranks along the pipeline. ``count``: number of microbatches."""
         found = np.full(self.candidate.pp + 1, math.inf)
         (one, one_s), (other, other_s) = (
             self._build_evaluator(clusters, count).price_stages(machine) for clusters, machine in self.classes

@@ -29,9 +29,8 @@ class EvaluatedCandidate:
 
     ``least``: lower bound in seconds on the step times of the candidate's plans (``None``: equal to ``step_time``).
     ``partly``: whether this bound covers only the placements (assignments of ranks to devices) that were tried.
-    ``unsure``: whether some plans of the candidate were not tried, so that the search may still tighten its bound by
-    other means.
-    """
+    ``unsure``: whether some plans of the candidate were not tried, so that the search may still tighten this bound by
+    other means."""
 
     step_time: float
     memory: int
@@ -43,7 +42,8 @@ class EvaluatedCandidate:
 
     @property
     def lower_bound_s(self) -> float:
-        """Return the lower bound in seconds on the step time of the candidate's plans that were tried."""
+        """Return the lower bound in seconds on the step times of the candidate's plans; if ``partly`` is true, it
+        covers only the placements (assignments of ranks to devices) that were tried."""
         return self.step_time if self.least is None else self.least
 
 
@@ -61,11 +61,11 @@ class CandidateOutcome:
     """The result of the search for one candidate (mesh sizes, microbatch size, schedule and ZeRO stage).
 
     ``status``: ``"chosen"``, ``"solved"``, ``"bounded"`` (not solved) or ``"infeasible"``. ``bound``: lower bound in
-    seconds on its step time. ``evaluated``: its best plan, or ``None``. ``loose``: whether a tighter ``bound`` can
-    still be computed. ``pruned_s``: for a candidate that was skipped because no better plan was expected, the step time
-    in seconds that its plans were expected to reach at least; else 0. ``reason``: why it has no plan, as a text; empty
-    if it has one or was not solved. ``error``: the exception that says so, or ``None``.
-    """
+    seconds on the step time of the candidate. ``evaluated``: its best plan, or ``None``. ``loose``: whether a tighter
+    ``bound`` can still be computed. ``pruned_s``: if the candidate was skipped because no better plan was expected, the
+    least step time in seconds that was expected of its plans; otherwise 0. ``reason``: a text that says why the
+    candidate has no plan; empty if it has a plan or was not solved. ``error``: the exception with this reason, or
+    ``None``."""
 
     candidate: MeshCandidate
     bound: float
@@ -85,19 +85,18 @@ class CandidateOutcome:
 
     @property
     def lower_bound_s(self) -> float:
-        """Return a lower bound in seconds on the step time of this candidate, for use in a later search. It is the step
-        time of the best plan if the candidate was evaluated, and infinite if it has no plan. If it was skipped because
-        no better plan was expected, it is the step time that its plans were expected to reach at least. Otherwise it is
-        the proven bound."""
+        """Return a lower bound in seconds on the step time of this candidate, for use in a later search. If the
+        candidate has no plan, the bound is infinite. If it was evaluated, the bound is the step time of its best plan.
+        If it was skipped because no better plan was expected, the bound is the least step time that was expected of its
+        plans. Otherwise it is the proven bound."""
         if self.error is not None:
             return float("inf")
         return self.evaluated.step_time if self.evaluated is not None else max(self.bound, self.pruned_s)
 
     @property
     def says(self) -> bool:
-        """Return whether the lower bound of this candidate counts for the lower bound of the whole search, which is the
-        least of those that count. It does if the candidate was not evaluated, or if its evaluation gave a lower bound.
-        """
+        """Return whether the lower bound of this candidate is one of those whose minimum is the lower bound of the
+        whole search: the candidate was not evaluated, or its evaluation gave a lower bound."""
         return self.status == "bounded" or (self.evaluated is not None and self.evaluated.least is not None)
 
 
@@ -113,8 +112,8 @@ def certificate_of(every: Collection[CandidateOutcome], objective: float, cut_of
     """Return the certificate of a search, which says how near the best plan is to the optimum. It has rows for the
     candidates, best first, and the least lower bound. If there are very many candidates, the last ones have no rows and
     are only counted. ``every``: the outcomes of all candidates. ``objective``: step time of the best plan in seconds.
-    ``cut_off``: why the search ended early (``"time limit"`` or ``"interruption"``); ``None`` if it was completed.
-    """
+    ``cut_off``: why the search ended early (``"time limit"`` or ``"interruption"``); ``None`` if the search was
+    completed."""
     order = {"chosen": 0, "solved": 1, "bounded": 2, "infeasible": 3}
     bound, gap = bound_and_gap(objective, (row.bound for row in every if row.says))
     rows = sorted(every, key=lambda r: (r.evaluated is None, order[r.status], _outcome_seconds(r)))
@@ -155,9 +154,8 @@ def build_candidate_report(
     candidate: MeshCandidate, evaluated: EvaluatedCandidate | None = None, reason: str = ""
 ) -> Candidate:
     """Return the row of the report on ``candidate`` (mesh sizes, microbatch size, schedule and ZeRO stage): step time
-    and memory of its best plan, ``evaluated``. If ``evaluated`` is ``None``, the row has the ``reason``, a text, why
-    the candidate has no plan.
-    """
+    and memory of its best plan, ``evaluated``. If ``evaluated`` is ``None``, the row has instead the text ``reason``,
+    which says why the candidate has no plan."""
     breakdown = evaluated.breakdown if evaluated is not None else None
     return Candidate(
         mesh=candidate.mesh,

@@ -1,10 +1,9 @@
 """Try candidates outside the search that may be faster than its best plan: schedules with several virtual stages on a
 rank, and sequences that are sharded over more ranks.
 
-The search and its bounds use schedules with one stage on each rank. For other schedules the bounds are loose where
-memory is short, because the memory of a rank depends on the order of its forwards and backwards. These candidates are
-therefore ranked by an estimate of the step time, and solved in this order.
-"""
+The search and its bounds use schedules with one stage on each rank. For other schedules the bounds are loose if memory
+is short, because the memory of a rank depends on the order of its forwards and backwards. These candidates are
+therefore ranked by an estimate of the step time, and solved in this order."""
 
 from __future__ import annotations
 
@@ -32,11 +31,11 @@ from partitioner.solve.search.outcomes import (
 )
 from partitioner.solve.search.space import SearchSpace, list_short_context_candidates, several_stages
 
-PATIENCE = 200  # consecutive families without a better plan after which such schedules are skipped
+PATIENCE = 200  # consecutive families without a better plan after which candidates with virtual stages are skipped
 
 _ROUNDING = 1e-9  # of a step
 _BEST, _NEAR = 3, 1.15  # how many of the best meshes are tried first; their greatest time relative to the best
-_ALIKE = 0.97  # the ratio of step time to estimate is assumed to be at least so much of the least one seen
+_ALIKE = 0.97  # a ratio of step time to estimate is expected to be at least this times the least one so far
 # candidates in a row that were no better, after which no more are tried: those solved, and those that a bound prunes
 _MOST_FRUITLESS, _MOST_PRUNED = 4, 16
 _TOGETHER = 2  # promising candidates that are announced together, for two processes
@@ -52,8 +51,8 @@ def list_promising_candidates(
     rows: Mapping[MeshCandidate, CandidateOutcome],
     bounds: Bounds,
 ) -> Iterator[MeshCandidate]:
-    """Yield candidates that the search has not tried and that may be faster than the best plan. Stop when none is
-    expected to be faster, or when several in a row were not.
+    """Yield candidates that the search has not tried and that may be faster than the best plan. Stop when no candidate
+    is expected to be faster, or when several in a row turned out not to be.
 
     First come the best candidates of the search with several pipeline stages, changed to several virtual stages on a
     rank. Then comes the best plan with each sequence sharded over twice as many ranks. Further candidates of both kinds
@@ -62,8 +61,7 @@ def list_promising_candidates(
 
     ``best``: the best plan so far. ``solved``: candidate -> its plan. ``rows``: candidate -> its outcome in the search.
     ``bounds``: computes lower bounds on the step times of candidates. ``space``: the search space (cluster, batch,
-    constraints and sizes of the model).
-    """
+    constraints and sizes of the model)."""
     first = _list_schedules_of_best(space, solved)
     best.announce(first)
     yield from first
@@ -77,7 +75,7 @@ def list_promising_candidates(
     promising = _order_by_estimate(space, best, left, bounds, ratios)
     fruitless, pruned = 0, 0
     while group := list(islice(promising, _TOGETHER)):
-        if len({mesh_of(candidate) for _, candidate in group}) == len(group):  # none may use the devices of another
+        if len({mesh_of(candidate) for _, candidate in group}) == len(group):  # none reuses devices of another
             best.announce([candidate for _, candidate in group])
         for estimate_s, candidate in group:
             before = best.seconds
@@ -95,7 +93,8 @@ def list_promising_candidates(
 
 
 def _key_of_ratio(candidate: MeshCandidate) -> Hashable:
-    """Return a key that is equal for candidates whose ratios of step time to estimate are similar."""
+    """Return a key of ``candidate``. It is equal for candidates that have similar ratios of the step time to its
+    estimate."""
     return candidate.cp > 1, candidate.schedule
 
 
@@ -113,14 +112,13 @@ def _order_by_estimate(
     bounds: Bounds,
     ratios: Mapping[Hashable, float],
 ) -> Iterator[tuple[float, MeshCandidate]]:
-    """Yield the candidates ``left`` with their estimates of the step time in seconds, in increasing order of the
-    estimates: a lower bound plus the recomputation that memory requires. A candidate is left out if its step is not
-    expected to be faster than the best one.
+    """Yield pairs (estimated step time in seconds, candidate) of the candidates ``left``, in increasing order of the
+    estimates. The estimate is a lower bound plus the recomputation that memory requires. A candidate is left out if its
+    step is not expected to be faster than the best one.
 
     ``best``: the best plan so far. ``bounds``: computes lower bounds on the step times of candidates. ``ratios``: the
-    least ratio of step time to estimate so far, by kind of candidate; the caller changes it. ``space``: the search
-    space.
-    """
+    least ratio of step time to estimate so far, by kind of candidate; the caller changes it during the iteration.
+    ``space``: the search space."""
     if not left:
         return
     bound_s = bounds.estimate_times(left).tolist()
@@ -145,7 +143,7 @@ def _order_by_estimate(
         if step == 1 and len(kinds) == most_kinds and kind not in kinds:
             continue
         try:
-            if step == 1:  # the first that needs a sharding
+            if step == 1:  # the first step that needs a sharding
                 kinds.add(kind)
                 bound_s[number] = max(bound_s[number], bounds.family_bounds[0]([candidate], best.seconds))
             else:
@@ -169,9 +167,9 @@ def _list_context_variants(candidate: MeshCandidate, fine: Sequence[MeshCandidat
 def _list_schedules_of_best(
     space: SearchSpace, solved: Mapping[MeshCandidate, EvaluatedCandidate]
 ) -> list[MeshCandidate]:
-    """Return variants, with several virtual stages on each rank, of the best candidates with several pipeline stages.
-    Only those candidates count whose step without its bubble would be faster than the best step. ``solved``: candidate
-    -> its plan. ``space``: the search space (cluster, batch, constraints and sizes of the model)."""
+    """Return variants, with several virtual stages on each rank, of the best candidates with several pipeline stages:
+    those whose step without its pipeline bubble would be faster than the best step. ``solved``: candidate -> its plan.
+    ``space``: the search space (cluster, batch, constraints and sizes of the model)."""
     enough = min(known.step_time for known in solved.values())
     best: dict[MeshCandidate, MeshCandidate] = {}
     for candidate, known in sorted(solved.items(), key=lambda item: item[1].step_time):
@@ -187,14 +185,13 @@ def _list_untried_candidates(
     rows: Mapping[MeshCandidate, CandidateOutcome],
     fine: Sequence[MeshCandidate],
 ) -> list[MeshCandidate]:
-    """Return candidates outside the search that may be faster than its best plan. One kind are the candidates of the
-    search with several pipeline stages, changed to several virtual stages on a rank. The other kind are the 1F1B
-    candidates ``fine``, in which more ranks share a sequence, as they are and with several virtual stages on a rank.
+    """Return candidates outside the search that may be faster than its best plan, of two kinds: the candidates of the
+    search with several pipeline stages, changed to several virtual stages on a rank; and the 1F1B candidates ``fine``,
+    in which more ranks share a sequence, both unchanged and with several virtual stages on a rank.
 
-    For each mesh and microbatch size of the search there is one variant, with ZeRO stage 1 if possible, else with the
-    ZeRO stage of its fastest plan. ``solved``: candidate -> its plan. ``rows``: candidate -> its outcome in the search.
-    ``space``: the search space (cluster, batch, constraints and sizes of the model).
-    """
+    For each mesh and microbatch size of the search, one ZeRO stage is used: 1 if possible, otherwise that of the
+    fastest plan. ``solved``: candidate -> its plan. ``rows``: candidate -> its outcome in the search. ``space``: the
+    search space (cluster, batch, constraints and sizes of the model)."""
     some = [candidate for candidate, row in rows.items() if candidate.pp > 1 and row.status != "infeasible"]
     usual = [candidate for candidate in some if candidate.zero == 1 and not candidate.dp_shard]
     planned = sorted((c for c in some if c in solved), key=lambda candidate: solved[candidate].step_time)
@@ -208,13 +205,13 @@ def _list_untried_candidates(
 
 @dataclass
 class BestSchedule:
-    """The best plan while candidates outside the search are tried, most of them with several virtual stages on a rank.
+    """Keeps the best plan while candidates outside the search are tried, most of them with several virtual stages on a
+    rank.
 
     ``found``: the best plan of the search, with its estimated step time. ``certificate``: the record of how near that
-    plan is to the optimum, with a table of candidates. ``attempts``: plans and bounds candidates.
-    ``last_s``: seconds of a step of the candidate that was tried last; infinite if it was not planned.
-    ``is_pruned``: whether that candidate was not planned because a lower bound showed that it is no better.
-    """
+    plan is to the optimum, with a table of candidates. ``attempts``: plans and bounds candidates. ``last_s``: seconds
+    of a step of the candidate that was tried last; infinite if it was not planned. ``is_pruned``: whether that
+    candidate was not planned because a lower bound showed that it is no better."""
 
     found: SolvedCandidate
     certificate: Certificate
@@ -236,8 +233,8 @@ class BestSchedule:
         return self._better.step_time if self._better is not None else self.found.estimate.step_time
 
     def announce(self, candidates: Sequence[MeshCandidate]) -> None:
-        """Announce that ``candidates`` will probably be tried, in this order. A candidate is a combination of mesh
-        sizes, microbatch size, schedule and ZeRO stage."""
+        """Announce that ``candidates`` will probably be tried, in this order, so that they can be planned ahead. A
+        candidate is a combination of mesh sizes, microbatch size, schedule and ZeRO stage."""
         self.attempts.announce(candidates, outside=True)
 
     def follow(self, candidates: Iterable[MeshCandidate], deadline: float) -> tuple[SolvedCandidate, Certificate]:
@@ -252,7 +249,7 @@ class BestSchedule:
                     cut_off = "time limit"
                     break
                 self._try_candidate(candidate)
-        except KeyboardInterrupt:  # the best so far is a plan
+        except KeyboardInterrupt:  # the best plan so far is returned
             cut_off = "interruption"
         self.attempts.withdraw()
         best = self.found
@@ -283,15 +280,15 @@ class BestSchedule:
             self._better = told
 
     def _prove(self, better: EvaluatedCandidate) -> SolvedCandidate:
-        """Return the best plan of the candidate of ``better``, a plan that was found without a lower bound. The row of
-        the candidate in the table gets the step time of the returned plan and a tight lower bound.
-        """
+        """Plan the candidate of ``better``, a plan that was found without a tight lower bound, again with such a bound,
+        and return the faster of the two plans. The row of the candidate in the table gets the step time of the returned
+        plan and the bound."""
         best: SolvedCandidate = better.payload
         try:
             whole = self.attempts.evaluate(best.candidate)
         except PartitionError:  # the plan that was found stands
             return best
-        # bounds that cover some placements only do not count
+        # a bound that covers only some placements is not valid here
         proven = self.attempts.bound_tightly(best.candidate, whole.step_time) if whole.partly else whole.lower_bound_s
         chosen = build_candidate_report(best.candidate, whole)
         if whole.step_time < best.estimate.step_time:

@@ -1,4 +1,5 @@
-"""Search the meshes, microbatches and schedules for a job, best bound first."""
+"""Search the candidates of a job (meshes, microbatch sizes, schedules, ZeRO stages), those with the least lower bound
+first."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ OFFLOAD_SETS: tuple[tuple[Offload, ...], ...] = (
     ("optimizer", "activations", "parameters"),
 )
 
-_LEAST_S = 5.0  # for smaller clusters and tuned layouts, which are looked at for no longer than the plan itself was
+_LEAST_S = 5.0  # least time for smaller clusters and tuned layouts; otherwise as long as the search for the plan took
 
 
 _RECOMPUTED = 0.02  # least share of a step for recomputation at which other shardings over tp are tried
@@ -74,9 +75,8 @@ class PlanSearchResult:
     (well-known layouts for comparison), which may still be computed in the background.
 
     ``rows``: candidate (mesh sizes, microbatch size, schedule and ZeRO stage) -> its outcome. ``lacking``: the memory
-    shortage that made the search choose offload; empty if there was none. ``evaluator``: planned the candidates; its
-    shardings hold for a search with other free memory, too.
-    """
+    shortage that made the search choose offload; empty if there was none. ``evaluator``: the object that planned the
+    candidates; its shardings can be reused in a search with other free memory."""
 
     chosen: SolvedCandidate
     certificate: Certificate
@@ -86,13 +86,11 @@ class PlanSearchResult:
     evaluator: CandidateEvaluator | None = None
 
     def compared(self, lower_bound_s: float = math.inf) -> Certificate:
-        """Return the certificate with the baselines (well-known layouts for comparison) added; their computation is
-        awaited, and they are left out if the user interrupts it. The certificate says how near the plan is to the
-        optimum.
+        """Return the certificate (how near the plan is to the optimum) with the baselines (well-known layouts for
+        comparison) added. The computation of the baselines is awaited; if the user interrupts it, they are left out.
 
         ``lower_bound_s``: a lower bound in seconds on the step times of plans that this search did not consider. If it
-        is smaller than the lower bound of the certificate, it replaces that bound in the result.
-        """
+        is smaller than the lower bound of the certificate, it replaces that bound in the result."""
         bound, gap = bound_and_gap(self.certificate.objective, (self.certificate.bound, lower_bound_s))
         kinds = [kind for kind in (_OFFLOAD, _SMALLER, _LAYOUTS) if kind in self.baselines.keys]
         try:
@@ -117,12 +115,12 @@ def search_for_plan(
     before: PlanSearchResult | None = None,
     other_batch: JobOf | None = None,
 ) -> PlanSearchResult:
-    """Return the best plan of all candidates of ``job`` (model, batch, cluster and constraints), with its certificate.
-    The certificate says how near the plan is to the optimum.
+    """Return the best plan of all candidates of ``job`` (model, batch, cluster and constraints), with its certificate,
+    which says how near the plan is to the optimum.
 
     If no candidate fits in memory, the search is repeated with more and more kinds of data offloaded to host memory. If
-    host memory is too small, the last variants have optimizer states on disk. There is no repetition if the user fixed
-    offload or the mesh.
+    host memory is too small, the last variants have optimizer states on disk. If the user fixed offload or the mesh,
+    the search is not repeated.
 
     Args:
     - time_limit_s: time limit of the search in seconds; ``None``: no limit.
@@ -144,10 +142,11 @@ def search_for_plan(
 def _search_variants(
     job: Job, request: _SearchRequest, before: PlanSearchResult | None, similar: CandidateEvaluator | None
 ) -> PlanSearchResult:
-    """Return the best plan of ``job`` or, if no candidate fits in memory, of its first variant with more data in host
-    memory that has one. ``request``: time limit, cutoff and callbacks of the search. ``before``: result of an earlier
-    search of the job, in which ranks had more free memory, or ``None``. ``similar``: evaluator of a similar job, whose
-    shardings are used if they hold for this one, or ``None``."""
+    """Return the best plan of ``job``. If no candidate fits in memory, variants of the job with more and more data in
+    host memory are searched, and the best plan of the first variant that fits is returned. ``request``: time limit,
+    cutoff and callbacks of the search. ``before``: result of an earlier search of the job, in which ranks had more free
+    memory, or ``None``. ``similar``: evaluator of a similar job, whose shardings are reused if they are valid for this
+    job, or ``None``."""
     pinned = job.constraints
     if pinned.cp is not None:
         check_algorithm(job.model, pinned.cp, pinned.tp or 1, pinned.context)
@@ -179,10 +178,9 @@ def _search_variants(
 
 def list_offload_variants(job: Job, host_lacks: Callable[[], bool] = lambda: False) -> Iterator[Job]:
     """Yield ``job`` (model, batch, cluster and constraints) unchanged, then variants with more and more kinds of data
-    in host memory. Variants with optimizer states on disk follow if there are disks and ``host_lacks()`` says that host
-    memory was too small. Only the unchanged job is yielded if the user fixed offload or the mesh, or if the plan has
-    further programs, which read parameters on the device alone.
-    """
+    in host memory. If there are disks and ``host_lacks()`` says that host memory was too small, variants with optimizer
+    states on disk follow. Only the unchanged job is yielded if the user fixed offload or the mesh, or if the plan has
+    further programs, which read parameters on the device alone."""
     pinned = job.constraints
     yield job
     fixed = pinned.offload is not None or pinned.fixes_mesh(job.topology.num_devices) or bool(job.further_samples)
@@ -225,11 +223,10 @@ def _search_candidates(
     *,
     hosts: bool,
 ) -> PlanSearchResult:
-    """Search the candidates of one variant of the job with fixed kinds of offloaded data, and return the best plan.
-    ``job``: the model, batch, cluster and constraints. ``evaluator``: plans its candidates. ``before``:
-    candidate -> its outcome in an earlier search. ``hosts``: whether offload was added because nothing fitted without
-    it. ``request``: time limit, cutoff and callbacks of the search.
-    """
+    """Search the candidates of one variant of a job, which fixes the kinds of offloaded data, and return the best plan.
+    ``job``: the variant (model, batch, cluster and constraints). ``evaluator``: plans the candidates. ``request``: time
+    limit, cutoff and callbacks of the search. ``before``: candidate -> its outcome in an earlier search. ``hosts``:
+    whether offload was added because nothing fitted without it."""
     bounds = ModelBounds(job, evaluator.placements)
     start, compare, deadline = time.monotonic(), request.compare, request.deadline
     space = build_search_space(job)
@@ -305,13 +302,12 @@ class _Comparison:
     """Plans the alternatives with which the report compares the plan of a job: well-known layouts, smaller clusters,
     other global batches, and offload to host memory.
 
-    ``job``: the model, batch, cluster and constraints. ``found``: its best plan. ``evaluator``: planned its candidates.
-    ``beside``: evaluator of the job without pinned constraints. ``bounds``: computes quick lower bounds on the
-    ``candidates`` of the search. ``standards``: the well-known layouts. ``rows``: the report's rows of all candidates.
-    ``request``: the search for the plan. ``as_long_s``: most seconds for each kind of alternatives. ``is_outside``:
-    whether ``found`` is a candidate that the bounds do not cover. ``hosts``: whether offload was added because nothing
-    fitted without it.
-    """
+    ``job``: the model, batch, cluster and constraints. ``found``: the best plan of the job. ``evaluator``: the object
+    that planned the candidates of the job. ``beside``: evaluator of the job without pinned constraints. ``bounds``:
+    computes quick lower bounds on the ``candidates`` of the search. ``standards``: the well-known layouts. ``rows``:
+    the report's rows of all candidates. ``request``: the search for the plan. ``as_long_s``: most seconds for each kind
+    of alternatives. ``is_outside``: whether ``found`` is a candidate that the bounds do not cover. ``hosts``: whether
+    offload was added because nothing fitted without it."""
 
     job: Job
     found: SolvedCandidate
@@ -327,7 +323,8 @@ class _Comparison:
     hosts: bool
 
     def start(self) -> Comparisons:
-        """Return the tasks that plan the alternatives. A second process begins with them now if they take long."""
+        """Return the tasks that plan the alternatives. If planning will probably take long, a second process begins
+        with them now."""
         job, compare = self.job, self.request.compare
         is_pinned = bool(job.constraints.offload) and not self.hosts
         is_unknown = is_pinned or any(not is_known(standard, self.rows) for standard in self.standards)
@@ -343,13 +340,15 @@ class _Comparison:
         return self.request.compare and is_offload_worth_trying(self.job, self.found.estimate)
 
     def plan(self, kind: str) -> tuple[Baseline, ...]:
-        """Plan the alternatives of one ``kind``, and return their outcomes."""
+        """Plan the alternatives of one kind and return their outcomes. ``kind``: ``"smaller clusters and other
+        batches"``, ``"offload"`` or ``"standard layouts"``."""
         job, found_s, until = self.job, self.found.estimate.step_time, self._until
         offload = job.constraints.offload or ()
 
         def find_best(asked: Job, cutoff_s: float) -> Candidate:
             """Return the report's row of the best plan of ``asked``, a similar job, that takes less than ``cutoff_s``
-            seconds per step. Candidates that the bounds do not cover are tried if the plan of this job is one."""
+            seconds per step. If the plan of the present job is a candidate that the bounds do not cover, such
+            candidates are tried for ``asked`` too."""
             return find_best_report(until - time.monotonic(), asked, cutoff_s, self.evaluator, outside=self.is_outside)
 
         if kind == _SMALLER:
@@ -374,14 +373,13 @@ class _Comparison:
 
 
 def _solve_other_shardings(evaluator: CandidateEvaluator, found: SolvedCandidate) -> Iterator[SolvedCandidate]:
-    """Yield plans of the candidate of ``found`` with other shardings over ``tp``: with activations whole between
-    layers, and with activations sharded along the sequence there. ``evaluator`` has planned ``found`` with the sharding
-    that takes the least time if nothing is recomputed.
+    """Yield plans of the candidate of ``found`` with other shardings over ``tp``: first with activations that are whole
+    between layers, then with activations that are sharded along the sequence there. ``evaluator`` has planned ``found``
+    with the sharding that takes the least time if nothing is recomputed.
 
-    Another one can be faster if it saves fewer activations, or if its forward, which is repeated, is shorter. It is
-    tried only if ``found`` recomputes for a noticeable time, and if it takes less time without any recomputation than
-    the first one with full recomputation.
-    """
+    Another sharding can be faster if it saves fewer activations, or if its forward, which is repeated, is shorter. It
+    is tried only if ``found`` recomputes for a noticeable time, and if its time without any recomputation is below the
+    time of the sharding of ``found`` with full recomputation."""
     job, estimate, candidate = evaluator.job, found.estimate, found.candidate
     is_free = job.constraints.sequence_parallel is None and candidate.tp > 1 and job.layout is None
     if not is_free or estimate.breakdown.get("recompute", 0.0) < _RECOMPUTED * estimate.step_time:
@@ -396,18 +394,17 @@ def _solve_other_shardings(evaluator: CandidateEvaluator, found: SolvedCandidate
 
 
 def _sum_call_seconds(evaluator: CandidateEvaluator, candidate: MeshCandidate) -> tuple[float, float]:
-    """Return the seconds of one microbatch in all calls of ``candidate``, with the sharding of ``evaluator``: those of
-    forward and backward, and those of full recomputation. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
-    stage."""
+    """Return two numbers for one microbatch in all calls of ``candidate`` with the sharding of ``evaluator``: the
+    seconds of forward and backward together, and the seconds of full recomputation. ``candidate``: mesh sizes,
+    microbatch size, schedule and ZeRO stage."""
     local, cache, _ = evaluator.own(candidate)
     costs = [evaluator.list_stage_costs(candidate, cache)[0][call.block] for call in local.model.calls]
     return sum(c.forward_total_s + c.backward_total_s for c in costs), sum(c.recompute_s for c in costs)
 
 
 def _space_to_limits(space: SearchSpace) -> Limits:
-    """Return the numbers of the search space ``space`` (cluster, batch, constraints and sizes of the model) that the
-    certificate records, such as the number of layers. The certificate says how near the plan is to the optimum.
-    """
+    """Return the numbers of the search space ``space`` (cluster, batch, constraints and sizes of the model), such as
+    the number of layers, that are recorded in the certificate of the plan."""
     dims = tuple(sorted(space.dims))
     return Limits(
         calls=space.num_calls,
@@ -424,9 +421,8 @@ def _space_to_limits(space: SearchSpace) -> Limits:
 
 def _plan_without_host_memory(job: Job, names: Collection[str], similar: CandidateEvaluator) -> dict[str, Baseline]:
     """Plan the standard layouts called ``names`` for ``job`` (model, batch, cluster and constraints) without offload to
-    host memory. ``similar``: evaluator of the job, whose shardings are used if they hold without offload. Return a
-    dict: name -> the plan, or the reason why there is none. Empty if the job has no candidates.
-    """
+    host memory. Return a dict: name -> the plan, or the reason why there is none; empty if the job has no candidates.
+    ``similar``: evaluator of the job with offload, whose shardings are reused if they are valid without offload."""
     alone = replace(job, constraints=unpin_constraints(job.constraints).model_copy(update={"offload": ()}))
     evaluator = similar.for_job(alone)
     bounds = ModelBounds(alone, evaluator.placements)
@@ -449,10 +445,9 @@ def find_best_report(
 ) -> Candidate:
     """Return the report's row of the best plan of ``job`` (model, batch, cluster and constraints) that takes less than
     ``cutoff_s`` seconds per step. ``time_limit_s``: seconds for the search. ``evaluator``: evaluator of a similar job,
-    whose shardings are used if they hold for this one. ``outside``: whether to try promising candidates that the bounds
-    do not cover. Raises :class:`PartitionError` if there is no such plan, and :class:`TimeLimitError` if none was found
-    in the time.
-    """
+    whose shardings are reused if they are valid for ``job``. ``outside``: whether to try also promising candidates that
+    the bounds do not cover. Raises :class:`PartitionError` if there is no such plan, and :class:`TimeLimitError` if
+    none was found in the time."""
     deadline = time.monotonic() + time_limit_s
     try:
         found = _search_variants(job, _SearchRequest(None, False, deadline, cutoff_s, None, outside), None, evaluator)

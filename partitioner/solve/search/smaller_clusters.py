@@ -1,10 +1,9 @@
-"""Find alternatives for the report that are faster: smaller clusters, nearby global batches, and offload.
+"""Find faster alternatives for the report: smaller clusters, nearby global batches, and offload.
 
 A mesh uses all devices of its topology. A device that is slow, small or far away may cost more than it adds, and over
 slow links a part of the cluster may be faster alone. A global batch that does not divide over the devices leaves some
 of them idle; a nearby batch may take less time per sample. If memory is so short that activations are recomputed,
-optimizer states in host memory may cost less time.
-"""
+optimizer states in host memory may cost less time."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ def smaller_clusters(topology: Topology) -> Iterator[Topology]:
     for names in sorted(lost, key=lambda names: (lost[names], len(names)))[:_MOST]:
         try:
             yield topology.without(*names)
-        except PartitionError:  # what is left cannot be written down
+        except PartitionError:  # the remaining cluster cannot be described
             continue
 
 
@@ -61,15 +60,14 @@ def parts_alone(topology: Topology, most_times: float) -> Iterator[Topology]:
     """Yield parts of ``topology``, which has equal devices, that may be faster alone: one group of each level of links
     (such as one node), the largest first, and last a single device.
 
-    ``most_times``: a part is left out if it has at most ``num_devices / most_times`` devices, because its computation
-    alone would take ``most_times`` times as long as on all devices.
-    """
+    ``most_times``: a part is left out if its computation alone would take at least ``most_times`` times as long as on
+    all devices, because it has at most ``num_devices / most_times`` devices."""
     for kept in sorted({1, *(equal_levels(topology) or ())}, reverse=True):
         if kept == topology.num_devices or topology.num_devices >= most_times * kept:
             continue
         try:
             yield topology.without(*topology.names[kept:])
-        except PartitionError:  # what is left cannot be written down
+        except PartitionError:  # the remaining cluster cannot be described
             continue
 
 
@@ -96,10 +94,9 @@ def without_laggards(job: Job, best_s: float, lower_bound_s: Callable[[], float]
     plan. Clusters of equal devices whose number of nodes is a power of two are returned even if they are only about as
     fast.
 
-    ``lower_bound_s``: function that returns a lower bound on the step with all devices; it is called only if the
-    devices are equal. ``job``: the model, batch, cluster and constraints. ``best``: returns the best plan of a job,
-    given the step time in seconds that the plan has to beat.
-    """
+    ``lower_bound_s``: function that returns a lower bound in seconds on the step with all devices; it is called only if
+    the devices are equal. ``job``: the model, batch, cluster and constraints. ``best``: function of a job and a step
+    time in seconds, which returns the best plan that takes less."""
     found = []
     clusters = [(topology, _WORTH) for topology in _list_smaller_clusters(job.topology, best_s, lower_bound_s)]
     if is_even(job.topology):
@@ -161,8 +158,9 @@ def batches_near(global_batch: int, num_devices: int) -> list[int]:
 def faster_batches(job: Job, best_s: float, job_of: JobOf, best: Best) -> tuple[Baseline, ...]:
     """Return the nearest global batch with which each sample takes clearly less time than now, with its plan, as a
     tuple of one entry; empty if there is none. ``job``: the planning problem (model, batch, cluster and constraints).
-    ``best_s``: seconds of a step with the present batch. ``job_of``: returns the planning problem with another batch.
-    ``best``: returns the best plan of such a problem, given the step time in seconds that the plan has to beat."""
+    ``best_s``: seconds of a step with the present batch. ``job_of``: function of a batch, which returns the planning
+    problem with this batch. ``best``: function of a planning problem and a step time in seconds, which returns the best
+    plan that takes less."""
     pinned = job.constraints
     if not job.train or pinned.group_size is not None or pinned.data_shares is not None:
         return ()
@@ -193,20 +191,20 @@ UNTRIED_OFFLOAD = (
 
 
 def is_offload_worth_trying(job: Job, estimate: Estimate) -> bool:
-    """Return whether optimizer states in host memory may make the step of the best plan shorter: the user left offload
-    free, hosts have memory for them, and the plan recomputes activations for a noticeable time. ``job``: the planning
-    problem (model, batch, cluster and constraints). ``estimate``: the times of a step of the plan."""
+    """Return whether optimizer states in host memory may make the step of the best plan shorter: the user did not fix
+    offload, hosts have memory for optimizer states, and the plan recomputes activations for a noticeable time. ``job``:
+    the planning problem (model, batch, cluster and constraints). ``estimate``: the times of a step of the plan."""
     free = job.train and job.constraints.offload is None and not job.further_samples
     recomputed = estimate.breakdown.get("recompute", 0.0) >= _RECOMPUTED * estimate.step_time
     return free and recomputed and can_offload(job.topology)
 
 
 def faster_with_offload(hosted: Job, best_s: float, best: Best) -> tuple[Baseline, ...]:
-    """Return the best plan of ``hosted``, the planning problem with optimizer states in host memory, if its step takes
-    clearly less than ``best_s`` seconds, as a tuple of one entry. If there is no such plan, the entry gives this as the
-    reason, without a plan. The tuple is empty if the search for it did not end in its time. ``best``: returns the best
-    plan of such a problem, given the step time in seconds that the plan has to beat. It raises
-    :class:`PartitionError` if there is none, and :class:`TimeLimitError` if its time ended before."""
+    """Return the best plan of ``hosted``, the planning problem with optimizer states in host memory, as a tuple of one
+    entry. If no plan takes clearly less than ``best_s`` seconds per step, the entry has a text that says so instead of
+    a plan. If the search did not end in its time, the tuple is empty. ``best``: function of a planning problem and a
+    step time in seconds, which returns the best plan that takes less. It raises :class:`PartitionError` if there is
+    none, and :class:`TimeLimitError` if its time ended before."""
     most_s, offload = _WORTH * best_s, hosted.constraints.offload or ()
     slower = Baseline(name=_HOSTED, excluded=f"no plan found takes at least {_LEAST_GAIN} less", offload=offload)
     try:
@@ -223,9 +221,9 @@ def faster_with_offload(hosted: Job, best_s: float, best: Best) -> tuple[Baselin
 
 
 def describe_offload_comparison(baselines: Iterable[Baseline], best_s: float) -> str:
-    """Return a sentence for the certificate on the comparison of a plan without offload, whose step takes ``best_s``
-    seconds, with plans that keep optimizer states in host memory: what :func:`faster_with_offload` found. Empty if
-    there was no comparison, or it did not end. ``baselines``: the layouts that the report compares with the plan.
+    """Return a sentence for the certificate that compares a plan without offload, whose step takes ``best_s`` seconds,
+    with plans that keep optimizer states in host memory, as found by :func:`faster_with_offload`. The result is empty
+    if there was no comparison, or if it did not end. ``baselines``: the layouts that the report compares with the plan.
     """
     hosted = next((b for b in baselines if b.name == _HOSTED), None)
     if hosted is None:

@@ -129,13 +129,13 @@ Times = Callable[[Sequence["MeshCandidate"]], NDArray[np.float64]]  # lower boun
 
 _LEAST_TOKENS = 8192  # of a sequence on a rank; shorter pieces are tried only where an estimate is better
 
-_FEWEST_TOKENS = 2048  # the same there, and if there are more ranks than the batch can be divided over
+_FEWEST_TOKENS = 2048  # least tokens there, and if the batch cannot be divided over all ranks
 _CHOICES = {"zb-1p": (1, 2, 4)}  # numbers of virtual stages to try for schedules that allow any
 _UNEVEN = 1.1  # the largest virtual stage may have this many times an even share of the layers
 _MORE_CHUNKS = 1.8  # least ratio of two numbers of virtual stages that are tried
 _MOST_CHUNKS = 16
 
-_MOST_RUNS = 4e7  # effort without a better plan, in runs of calls on virtual stages: about half a minute
+_MOST_RUNS = 4e7  # most effort without a better plan, in runs of calls on virtual stages: about half a minute
 
 _WIDEST = 8  # greatest tp that is searched if no node has more devices
 
@@ -157,15 +157,15 @@ class SearchSpace:
     - ``dims``: all dim sizes of the parameters. ``tp`` must divide one of them.
     - ``experts``: ``ep`` must divide this number; 0 for a model without experts. ``any_etp``: whether a single expert
       may be sharded over other numbers of ranks than 1 and ``tp``.
-    - ``compiled``: whether steps are compiled because this is the default, and could also be replayed.
+    - ``compiled``: whether steps are compiled by default and not by a constraint, so that the user could also choose
+      replayed steps (CUDA graphs).
     - ``even``: whether all ranks of ``dp`` must have equally many microbatches.
-    - ``further_samples``, ``further_positions``: numbers of samples in a batch, and of positions in a sample, of the
-      further programs of the plan, such as an evaluation. ``dp`` must divide all of these numbers of samples, and 2
-      ``cp`` all of these numbers of positions.
+    - ``further_samples``, ``further_positions``: for the further programs of the plan, such as an evaluation, the
+      numbers of samples in a batch and of positions in a sample. ``dp`` must divide all of these numbers of samples,
+      and ``2 * cp`` all of these numbers of positions.
 
     ``topology``: the cluster. ``constraints``: the choices that the user fixed. ``train``: whether plans are for
-    training.
-    """
+    training."""
 
     topology: Topology
     global_batch: int
@@ -195,10 +195,9 @@ class SearchSpace:
         return self.global_batch // (self.constraints.group_size or 1)
 
     def splits(self, dp: int) -> bool:
-        """Return whether the batches of all programs of the plan can be distributed over ``dp`` ranks. The batch of the
-        main program, such as training, must divide evenly. If its ranks may have different numbers of microbatches, it
-        is enough that each rank gets at least one sample (or group of interacting samples). Batches of further
-        programs, such as an evaluation, must divide evenly."""
+        """Return whether the batches of all programs of the plan can be distributed over ``dp`` ranks. All batches must
+        divide evenly, with one exception: if ranks may have different numbers of microbatches of the main program, such
+        as training, it is enough that each rank gets at least one of its samples (or groups of interacting samples)."""
         return self.splits_first(dp) and all(samples % dp == 0 for samples in self.further_samples)
 
     def splits_evenly(self, dp: int) -> bool:
@@ -207,8 +206,8 @@ class SearchSpace:
 
     def splits_first(self, dp: int) -> bool:
         """Return whether the batch of the main program of the plan (such as training) can be distributed over ``dp``
-        ranks. It must divide evenly; if ranks may have different numbers of microbatches, it is enough that each rank
-        gets at least one sample (or group of interacting samples)."""
+        ranks. If ranks may have different numbers of microbatches, it is enough that each rank gets at least one sample
+        (or group of interacting samples). Otherwise the batch must divide evenly."""
         return self.units % dp == 0 or (not self.even and dp <= self.units)
 
     def splits_positions(self, cp: int) -> bool:
@@ -389,9 +388,8 @@ def _context_axes(space: SearchSpace, room: int) -> list[int]:
 def _expert_axes(space: SearchSpace, room: int, tp: int) -> list[tuple[int, int]]:
     """Return the pairs (ep, etp) to try. ``ep`` is the number of ranks over which the experts are distributed, ``etp``
     the number of ranks over which each single expert is sharded (0: as many as ``tp``). ``room``: the number of ranks
-    of ``dp``, ``cp`` and ``tp`` together. ``tp``: size of that axis. ``space``: the search space (cluster, batch,
-    constraints and sizes of the model).
-    """
+    of ``dp``, ``cp`` and ``tp`` together. ``tp``: number of ranks of tensor parallelism. ``space``: the search space
+    (cluster, batch, constraints and sizes of the model)."""
     pinned = space.constraints
     if pinned.etp not in (None, 1, tp) and not space.any_etp:
         return []
@@ -434,9 +432,8 @@ def _list_schedules(space: SearchSpace, pp: int) -> list[tuple[str | ScheduleTab
 
 
 def _list_searched_schedules(space: SearchSpace) -> list[str]:
-    """Return the names of the schedules to try if the constraints of ``space`` (cluster, batch, constraints and sizes
-    of the model) fix none.
-    """
+    """Return the names of the schedules to try if the user's constraints fix no schedule. ``space``: the search space
+    (cluster, batch, constraints and sizes of the model)."""
     pinned = space.constraints
     if not space.train:
         return ["interleaved" if (pinned.virtual_stages or 1) > 1 else "1f1b"]
@@ -456,11 +453,10 @@ def _chunk_choices(space: SearchSpace, pp: int, schedule: str) -> list[int]:
 
 
 def even_chunks(space: SearchSpace, pp: int) -> list[int]:
-    """Return the numbers of virtual stages on a rank to try, ascending: those with which all stages have equally many
-    layers, and others with which the stages have nearly equally many. If several of these numbers are close to each
-    other, only one of them is returned. Return ``[2]`` if there are none. ``pp``: number of pipeline ranks. ``space``:
-    the search space (cluster, batch, constraints and sizes of the model).
-    """
+    """Return the numbers of virtual stages on a rank to try, ascending: numbers with which all stages have equally many
+    layers, and numbers with which the stages have nearly equally many. If several of these numbers are close to each
+    other, only one of them is returned. If there are no such numbers, return ``[2]``. ``pp``: number of pipeline ranks.
+    ``space``: the search space (cluster, batch, constraints and sizes of the model)."""
     layers, found = space.repeated or space.num_calls, list[int]()
     several = range(2, min(_MOST_CHUNKS, space.num_calls // pp) + 1)
     largest = {chunks: -(-layers // (chunks * pp)) * chunks * pp for chunks in several}
@@ -473,11 +469,10 @@ def even_chunks(space: SearchSpace, pp: int) -> list[int]:
 
 
 def several_stages(space: SearchSpace, candidate: MeshCandidate) -> list[MeshCandidate]:
-    """Return variants of ``candidate`` under schedules with several virtual stages on a rank, without schedules that
-    are as fast as another one and need more memory. If consecutive steps may overlap, a schedule whose idle time the
-    next step fills is included too. ``space``: the search space (cluster, batch, constraints and sizes of the model).
-    ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-    """
+    """Return variants of ``candidate`` under schedules with several virtual stages on a rank. Schedules that are only
+    as fast as another schedule but need more memory are left out. If consecutive steps may overlap, a schedule whose
+    idle time the next step fills is included too. ``space``: the search space (cluster, batch, constraints and sizes of
+    the model). ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
     choices = {"interleaved": even_chunks(space, candidate.pp), **_BESIDE}
     choices |= _OVERLAPPING if space.constraints.overlap_steps else {}
     found = [(name, v) for name, several in choices.items() for v in several if v * candidate.pp <= space.num_calls]
@@ -486,18 +481,17 @@ def several_stages(space: SearchSpace, candidate: MeshCandidate) -> list[MeshCan
 
 def estimate_interleaved_effort(space: SearchSpace, candidate: MeshCandidate) -> float:
     """Return the effort of cutting the model into the virtual stages of ``candidate``, as a fraction of the effort that
-    the search may spend on such candidates without finding a better plan. ``space``: the search space (cluster, batch,
-    constraints and sizes of the model). ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-    """
+    the search may spend on such candidates in total without finding a better plan. ``space``: the search space
+    (cluster, batch, constraints and sizes of the model). ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
+    stage."""
     return candidate.pp * candidate.virtual_stages * space.num_calls**2 / _MOST_RUNS
 
 
 def list_short_context_candidates(space: SearchSpace, sharing: Collection[tuple[int, int]]) -> list[MeshCandidate]:
-    """Return 1F1B candidates in which more ranks share a sequence than in the candidates of the search, so that each
-    has fewer than 8,192 tokens of it, but at least 2,048. Sizes that the user fixed stay. ``sharing``: the ways to
-    shard optimizer states, gradients and parameters to include if the constraints allow them, pairs (ZeRO stage, number
-    of ``dp`` ranks; 0: all). ``space``: the search space (cluster, batch, constraints and sizes of the model).
-    """
+    """Return 1F1B candidates in which more ranks share a sequence than in the candidates of the search: each rank has
+    fewer than 8,192 of its tokens, but at least 2,048. Sizes that the user fixed stay. ``sharing``: the ways to shard
+    optimizer states, gradients and parameters to include if the constraints allow them, as pairs (ZeRO stage, number of
+    ``dp`` ranks; 0: all). ``space``: the search space (cluster, batch, constraints and sizes of the model)."""
     pinned = space.constraints
     if pinned.cp is not None or space.length < 2 * _FEWEST_TOKENS:
         return []
@@ -522,16 +516,15 @@ def list_short_context_candidates(space: SearchSpace, sharing: Collection[tuple[
 
 def _is_for(table: ScheduleTable | None, pp: int, num_microbatches: int) -> bool:
     """Return whether ``table``, a schedule that the user wrote, is for ``pp`` pipeline ranks and ``num_microbatches``
-    microbatches. Always true if ``table`` is ``None``.
-    """
+    microbatches. Return ``True`` if ``table`` is ``None``."""
     return table is None or (len(table.own.orders), table.num_microbatches) == (pp, num_microbatches)
 
 
 def _list_zero_options(space: SearchSpace, dp: int, cp: int) -> list[tuple[int, int]]:
-    """Return pairs to try: the ZeRO stage (0: none), and the number of ``dp`` ranks over which parameters, gradients or
-    optimizer states are sharded (0: all of them). Empty if the constraints allow none. ``dp``, ``cp``: sizes of these
-    mesh axes. ``space``: the search space (cluster, batch, constraints and sizes of the model).
-    """
+    """Return the ways of ZeRO sharding to try, as pairs: the ZeRO stage (0: no ZeRO), and the number of ``dp`` ranks
+    over which parameters, gradients or optimizer states are sharded (0: all of them). The list is empty if the
+    constraints allow no way. ``dp``, ``cp``: sizes of these mesh axes. ``space``: the search space (cluster, batch,
+    constraints and sizes of the model)."""
     pinned = space.constraints
     if pinned.dp_shard is not None and dp % pinned.dp_shard:
         return []
@@ -542,7 +535,7 @@ def _list_zero_options(space: SearchSpace, dp: int, cp: int) -> list[tuple[int, 
     else:
         stages = [0, 1, 2, 3] if space.train and dp * cp > 1 else [0]
         if "parameters" in (pinned.offload or ()):
-            stages = [stage for stage in stages if stage in (0, 3)]  # the others keep parameters whole
+            stages = [stage for stage in stages if stage in (0, 3)]  # the other stages keep parameters whole
     if pinned.hierarchical:
         stages = [0]
     part = pinned.dp_shard if pinned.dp_shard not in (None, dp) else 0
@@ -631,10 +624,8 @@ def _describe_tried_context(space: SearchSpace) -> str:
 
 
 def _describe_tried_parts(space: SearchSpace) -> str:
-    """Return a sentence for the certificate that says which values of ``dp_shard`` are tried in the search space
-    ``space``: the numbers of ``dp`` ranks over which parameters, gradients and optimizer states are sharded. The
-    certificate says how near the plan is to the optimum.
-    """
+    """Return a sentence for the certificate of a plan that says which values of ``dp_shard`` are tried in the search
+    space ``space``: the numbers of ``dp`` ranks over which parameters, gradients and optimizer states are sharded."""
     what = "Sharding states over a part of the data-parallel ranks"
     if space.constraints.zero is not None:
         return f"{what} was not tried, because you fixed the ZeRO stage."
@@ -655,8 +646,7 @@ def _tensor_axis_fits(space: SearchSpace, tp: int) -> bool:
 def widest_searched(topology: Topology, pinned: Constraints) -> int:
     """Return the greatest size of the axis ``tp`` that is searched if the user does not fix it: 8 or the number of
     devices of the largest node of ``topology``, whichever is more. If the user requests a larger search (the constraint
-    ``ahead`` in ``pinned``), the devices of two nodes count.
-    """
+    ``ahead`` in ``pinned``), the devices of two nodes are counted instead of one."""
     return max(_WIDEST, max(group.devices for group in topology.nodes) * (2 if pinned.ahead else 1))
 
 
@@ -691,11 +681,9 @@ def find_baseline_candidates(
 
 
 def left_out(space: SearchSpace, candidates: Sequence[MeshCandidate]) -> dict[MeshCandidate, str]:
-    """Return a dict with one entry for the report: plain data parallelism over all ranks -> reason why the search does
-    not consider it. Empty if it is among ``candidates``, the candidates of the search. ``space``: the search space
-    (cluster, batch, constraints and sizes of the model). ``candidates``: combinations of mesh sizes, microbatch size,
-    schedule and ZeRO stage.
-    """
+    """Return a dict with one entry for the report: the candidate of plain data parallelism over all ranks -> reason why
+    the search does not consider it. The dict is empty if this candidate is among ``candidates``, the candidates of the
+    search. ``space``: the search space (cluster, batch, constraints and sizes of the model)."""
     if any(p.pp == p.tp == p.cp == 1 and not p.zero for p in candidates):
         return {}
     size = space.constraints.group_size or 1

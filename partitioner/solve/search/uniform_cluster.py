@@ -1,11 +1,9 @@
-"""Compute a lower bound on a candidate from a uniform cluster, in which all devices are as good as the best real
-device.
+"""Compute a lower bound on a candidate from a uniform cluster, in which all devices are as good as the best real one.
 
 In the uniform cluster, the nodes' bandwidths to other nodes may also be in any order, so no plan is slower there. Only
 few placements can be optimal on it: those that divide each mesh axis into factors, one for each level of links (inside
 a node, between nodes, ...). These placements are evaluated like plans, with collectives, transfers between stages and a
-simulated schedule.
-"""
+simulated schedule."""
 
 from __future__ import annotations
 
@@ -43,15 +41,13 @@ def list_uniform_clusters(
     topology: Topology, paces: Collection[DevicePace] | None = None, *, equal_nodes: bool = False
 ) -> list[Topology]:
     """Return copies of ``topology`` in which all devices are as good as the best one, on which lower bounds can be
-    computed quickly. Nodes keep their network bandwidths: there is one copy for each order of these. If there are too
-    many orders, return one copy in which every node has the second-best bandwidth.
+    computed quickly. Nodes keep their network bandwidths, in another order in each copy: there is one copy for each
+    order. If there are too many orders, return one copy in which every node has the second-best bandwidth.
 
-    ``paces``: pairs (device type, speed factor); all devices are then as good as the best one of these. ``None``: of
-    all devices. ``equal_nodes``: return one copy in which every node has the second-best bandwidth in any case.
-
-    The list is empty if nodes have different numbers of devices or network cards, or if single pairs of devices or
-    kinds of nodes have links of their own.
-    """
+    ``paces``: pairs (device type, speed factor), the best of which all devices get; ``None``: the best of all devices.
+    ``equal_nodes``: whether to return one copy in which every node has the second-best bandwidth in any case. The list
+    is empty if nodes have different numbers of devices or network cards, or if single pairs of devices or kinds of
+    nodes have links of their own."""
     nodes, levels = topology.nodes, topology.levels
     shapes = {(group.devices, group.pattern, group.concurrent, group.num_cards) for group in nodes}
     if len(shapes) > 1 or topology.own_links or any(level.only for level in levels):
@@ -98,10 +94,9 @@ def _find_node_bandwidth_shares(topology: Topology) -> list[float]:
 
 
 def _num_orders(shares: Sequence[float]) -> int:
-    """Return in how many distinct orders the numbers ``shares`` can be arranged. If there are very many values, return
-    some number above the limit up to which orders are enumerated, without counting. ``shares``: for each node, its
-    fraction of the full network bandwidth.
-    """
+    """Return in how many distinct orders the numbers ``shares`` can be arranged. If there are very many numbers, the
+    result is not counted, but is some number above the limit up to which orders are enumerated. ``shares``: for each
+    node, its fraction of the full network bandwidth."""
     if len(set(shares)) == 1:
         return 1
     if len(shares) > 2 * _MOST:
@@ -125,11 +120,10 @@ _NEAR = 0.75  # least mean peak, as a share of the best device's
 
 class UniformClusters:
     """Copies of the user's cluster in which all devices are equal, and the placements (assignments of ranks to devices)
-    that can be optimal on them. ``evaluator``: plans candidates on the real cluster. ``paces``: all devices are as good
-    as the best one of these pairs (device type, speed factor); ``None``: as the best device of the cluster.
-    ``equal_nodes``: whether all nodes have equal networks, as good as the second-best node's, so that replicas are
-    equal.
-    """
+    that can be optimal on them. ``evaluator``: plans candidates on the real cluster. ``paces``: pairs (device type,
+    speed factor), the best of which all devices get; ``None``: the best of the cluster's devices. ``equal_nodes``:
+    whether all nodes get the second-best network bandwidth, so that replicas are equal; if not, there is one copy for
+    each order of the nodes' bandwidths."""
 
     def __init__(
         self,
@@ -144,8 +138,8 @@ class UniformClusters:
         self._jobs: dict[int, Job] = {}  # by global batch
 
     def covers(self, candidate: MeshCandidate) -> bool:
-        """Return whether no placement of ``candidate`` on the real cluster can be faster than all listed placements on
-        these clusters. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
+        """Return whether the fastest of the listed placements on these clusters is at least as fast as every placement
+        of ``candidate`` on the real cluster. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         return bool(self._level_sizes) and is_regular_nesting(candidate.grid, self._level_sizes)
 
     @cached_property
@@ -153,22 +147,22 @@ class UniformClusters:
         """Return the clusters: one for each order of the nodes' network bandwidths. Return an empty list if the plan
         keeps data in host memory (hosts are not made equal), or if each rank has a fixed device."""
         job = self._evaluator.job
-        if job.constraints.offload or self._evaluator.placements.in_order:  # hosts stay different
+        if job.constraints.offload or self._evaluator.placements.in_order:  # hosts are not made equal
             return []
         return list_uniform_clusters(job.topology, self._paces, equal_nodes=self._equal_nodes)
 
     @cached_property
     def _level_sizes(self) -> tuple[int, ...]:
         """Return, for each level of links (inside a node, between nodes, ...), how many devices a group joined by links
-        of this level has, from the inside out: such as ``(8, 32)`` for four nodes of eight. The cluster is a relaxation
-        of the user's, in which all devices are equal. The result is empty if there is no such cluster."""
+        of this level has, from the inside out, such as ``(8, 32)`` for four nodes of eight devices. The sizes are those
+        of the uniform clusters. The result is empty if there is no such cluster."""
         if not self.topologies:
             return ()
         return equal_levels(self.topologies[0].changed(overrides={}, node_overrides={})) or ()
 
     def _find_job(self, global_batch: int) -> Job:
-        """Return the job on the first of these clusters, with ``global_batch`` samples in a step. It is cached, because
-        it caches results itself."""
+        """Return the job on the first of these clusters, with ``global_batch`` samples in a step. Equal arguments
+        return the same object, because the job caches results itself."""
         if global_batch not in self._jobs:
             self._jobs[global_batch] = replace(
                 self._evaluator.job, topology=self.topologies[0], global_batch=global_batch
@@ -180,9 +174,8 @@ class UniformClusters:
     ) -> PlacementEvaluator:
         """Return the object that finds the best plan of ``candidate`` on placements (assignments of ranks to devices)
         on these clusters. ``cutoff_s``: plans of at least this many seconds per step are of no interest.
-        ``num_microbatches``: of each rank; ``None``: as many as an even division of the batch gives. ``candidate``:
-        mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        ``num_microbatches``: number of microbatches of each rank; ``None``: as an even division of the batch gives.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         evaluator, global_batch = self._evaluator, self._evaluator.job.global_batch
         if num_microbatches is not None:
             global_batch = num_microbatches * candidate.dp * candidate.microbatch_size
@@ -230,26 +223,25 @@ class UniformClusterBound:
         self._evaluator, self._clusters = evaluator, UniformClusters(evaluator)
 
     def quickly(self, candidate: MeshCandidate, cutoff_s: float) -> float:
-        """Return a lower bound in seconds on every plan of ``candidate``, at most ``cutoff_s``. The bound comes from
-        the uniform cluster (the user's, with all devices as good as the best). The computation stops as soon as the
-        bound is known to be below ``cutoff_s``, because the caller then cannot prune the candidate. Return 0 if devices
-        differ so much that the bound would be loose. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
-        stage."""
+        """Return a lower bound in seconds on the step of every plan of ``candidate``, at most ``cutoff_s``. The bound
+        comes from the uniform cluster (the user's cluster with all devices as good as the best). The computation stops
+        as soon as the bound is known to be below ``cutoff_s``, because the caller then cannot prune the candidate.
+        Return 0 if devices differ so much that the bound would be loose. ``candidate``: mesh sizes, microbatch size,
+        schedule and ZeRO stage."""
         return self._bound_until(candidate, cutoff_s, cutoff_s) if self._are_near else 0.0
 
     def least(self, candidate: MeshCandidate, cutoff_s: float) -> float:
-        """Return a lower bound in seconds on every plan of ``candidate``, at most ``cutoff_s``, as tight as it can be
-        computed; 0 means that there is no bound. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        Raises :class:`PartitionError` if the model cannot be sharded as the candidate says.
-        """
+        """Return a lower bound in seconds on the step of every plan of ``candidate``, at most ``cutoff_s``, as tight as
+        it can be computed; 0 means that there is no bound. ``candidate``: mesh sizes, microbatch size, schedule and
+        ZeRO stage. Raises :class:`PartitionError` if the model cannot be sharded as the candidate says."""
         return self._bound_until(candidate, cutoff_s, 0.0)
 
     def _bound_until(self, candidate: MeshCandidate, cutoff_s: float, stop_s: float) -> float:
-        """Return a lower bound in seconds on every plan of ``candidate``, at most ``cutoff_s``; 0 means that there is
-        no bound. The bound is the least of the bounds of all placements on the uniform cluster (the user's, with all
-        devices as good as the best). As soon as one of them is below ``stop_s``, the others are bounded only coarsely.
-        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        """Return a lower bound in seconds on the step of every plan of ``candidate``, at most ``cutoff_s``; 0 means
+        that there is no bound. The result is the least of the bounds of all placements on the uniform cluster (the
+        user's cluster with all devices as good as the best). As soon as one of these bounds is below ``stop_s``, the
+        remaining placements are bounded only coarsely. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
+        stage."""
         if self._evaluator.tries_all(candidate) or not self._clusters.covers(candidate):
             return 0.0
         placement_evaluator = self._clusters.build_placement_evaluator(candidate, cutoff_s)
@@ -281,10 +273,9 @@ class UniformClusterBound:
 
 
 def _bound_plans(placement_evaluator: PlacementEvaluator, machine: PlacedMesh) -> float:
-    """Return a lower bound in seconds on all plans on the placement ``machine`` (a topology with the mesh laid over
-    it), from a search for the best one; 0 if no plan was found. ``placement_evaluator``: finds the best plan on single
-    placements.
-    """
+    """Return a lower bound in seconds on the step of all plans on the placement ``machine`` (a topology with the mesh
+    laid over it), from a search for the best plan; 0 if no plan was found. ``placement_evaluator``: finds the best plan
+    on single placements."""
     try:
         return placement_evaluator.bound_plans(machine)
     except PartitionError:  # under a simulated schedule some cut may fit although none was found

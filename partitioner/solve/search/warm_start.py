@@ -40,9 +40,8 @@ class WarmStart:
     ``space``: the search space. ``candidates``: the candidates that may be evaluated. ``bounds``: computes quick lower
     bounds. ``standards``: the standard layouts that the report shows, such as ZeRO-3. ``deadline``: time
     (:func:`time.monotonic`) after which no more neighbours are tried. ``cutoff_s``: plans that take at least this many
-    seconds per step are of no interest. ``coming``: the candidates that will be yielded next, in this order, until one
-    of them is better than the plan whose neighbours they are; empty where they are not known yet.
-    """
+    seconds per step are of no interest. ``coming``: the neighbours of the best plan that will be yielded next, in this
+    order, unless one of them turns out to be better; empty if they are not known yet."""
 
     space: SearchSpace
     candidates: Collection[MeshCandidate]
@@ -61,10 +60,9 @@ class WarmStart:
 
     def list_first_candidates(self) -> Iterator[MeshCandidate]:
         """Yield the candidates (mesh sizes, microbatch size, schedule and ZeRO stage) that the search evaluates first,
-        so that it soon has a good plan: those of the standard layouts of the report, such as ZeRO-3. For models with
-        experts, textbook layouts with distributed experts follow, and then neighbours of the plans found, because the
-        search itself is slow to find good plans for them.
-        """
+        so that it soon has a good plan: candidates with the standard layouts of the report, such as ZeRO-3. For models
+        with experts, for which the search itself is slow to find good plans, textbook layouts with distributed experts
+        follow, and then neighbours of the plans found."""
         # those without a pipeline are quick to plan, and their plans prune the others
         for standard in sorted(self.standards, key=_begins_with_pipeline):
             if _begins_with_pipeline(standard) and not self.space.experts and math.isinf(self._best_s):
@@ -83,7 +81,7 @@ class WarmStart:
 
     def _list_quick_candidates(self) -> Iterator[MeshCandidate]:
         """Yield candidates (mesh sizes, microbatch size, schedule and ZeRO stage) without a pipeline, those with the
-        least lower bounds first, until the caller reports a plan for one, or a few had none."""
+        least lower bounds first. Stop when the caller reports a plan for one of them, or after a few without a plan."""
         quick = sorted((candidate for candidate in self.candidates if candidate.pp == 1), key=in_order)
         order = self.bounds.times(quick).argsort(kind="stable").tolist() if quick else []
         worth = (quick[number] for number in order if self._is_worth(quick[number]))
@@ -160,10 +158,9 @@ class WarmStart:
 
     def _climb_from_candidate(self, start: MeshCandidate) -> Iterator[MeshCandidate]:
         """Yield neighbours of ``start``, a candidate that has a plan, one at a time; a neighbour differs in one number,
-        such as ``tp``. When the caller reports a better plan for one, its neighbours follow instead. The iteration ends
-        if no neighbour is better, after a number of steps, or when time runs out. ``start``: mesh sizes, microbatch
-        size, schedule and ZeRO stage.
-        """
+        such as ``tp``. When the caller reports a better plan for a neighbour, the neighbours of that neighbour follow
+        instead. The iteration ends if no neighbour is better, after a number of steps, or when time runs out.
+        ``start``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         here = start
         while True:
             neighbours = dict.fromkeys(self._list_neighbour_candidates(here))
@@ -182,9 +179,8 @@ class WarmStart:
 
     def _list_neighbour_candidates(self, candidate: MeshCandidate) -> Iterator[MeshCandidate]:
         """Yield candidates that differ from ``candidate`` in one number, such as the ZeRO stage, ``tp`` or the
-        microbatch size. Those with the same graphs on a rank come first, because they are quick to plan. ``candidate``:
-        mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        microbatch size. Candidates with the same graphs on a rank come first, because they are quick to plan.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         if candidate.dp > 1:
             yield from (candidate.sharing(zero) for zero in (3, 2, 1, 0))
         for ep in _find_adjacent_numbers(list_divisors(self.space.experts), candidate.ep):
@@ -207,7 +203,8 @@ class WarmStart:
 
 
 def _begins_with_pipeline(standard: StandardLayout) -> bool:
-    """Return whether the first candidate of ``standard``, if it has any, has several pipeline stages."""
+    """Return whether the first candidate of the well-known layout ``standard``, such as ZeRO-3, has several pipeline
+    stages; ``False`` if the layout has no candidates."""
     return any(candidate.pp > 1 for candidate in standard.candidates[:1])
 
 

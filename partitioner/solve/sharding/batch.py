@@ -26,20 +26,19 @@ from partitioner.passes.shard.shard_block import RESHARDS
 from partitioner.solve.sharding.choices import LayoutRules, matmul_flops
 from partitioner.solve.sharding.sharding import DATA, Allowed, ShardingSolution, solve_sharding, whole_sharding
 
-# All work undone costs this many meetings of samples: a thousandth of the work is worth one collective.
+# Cost of all work if none is divided, in sums over samples: a thousandth of the work is worth one collective.
 _ALL_WORK = 1000.0
-_TOTAL = 1e-3  # a total over the batch that needs no gradient: computed in the prologue
-_SLICE = 1e-6  # taking a part of a value that is whole
-_MOVED = 10.0  # sums over samples that one move of samples is worth, or one slice of a weight, where norms add them up
-_WHOLE = 0.1  # an input with a batch dim that every rank reads whole: worth a few totals
+_TOTAL = 1e-3  # cost of a total over the batch without gradient, which is computed before the pipeline starts
+_SLICE = 1e-6  # cost of taking a part of a whole value
+_MOVED = 10.0  # cost of one move of samples, or of one slice of a weight, in sums over samples
+_WHOLE = 0.1  # cost of an input with a batch dim that every rank reads whole
 
 
 def batch_size(model: FoldedModel, global_batch: int | None) -> int:
-    """Return the global batch size: ``global_batch`` if given, else the size of dim 0 of the first model input that has
-    a dim. ``model``: the model as calls of blocks; equal layers share one block.
+    """Return the global batch size: ``global_batch`` if it is given, otherwise the size of dim 0 of the first model
+    input that has a dim. ``model``: the model as calls of blocks; equal layers share one block.
 
-    Raise :class:`InputsError` if no input has a dim, or if that size is 0.
-    """
+    Raises :class:`InputsError` if no input has a dim, or if that size is 0."""
     if global_batch is not None:
         return global_batch
     sizes = [(i.spec.shape[0], i.path) for i in model.inputs if i.spec.shape]
@@ -52,14 +51,13 @@ def batch_size(model: FoldedModel, global_batch: int | None) -> int:
 
 
 def shard_batch(model: FoldedModel, batch: int, allowed: Allowed | None = None) -> ShardingSolution:
-    """Return the sharding that splits the ``batch`` samples of ``model``: for each value the dim that indexes samples,
-    if any.
+    """Return the sharding that splits the ``batch`` samples of ``model``. It says for each value which dim indexes
+    samples, if any. The layouts are valid for any number of parts that divides ``batch``.
 
-    The layouts hold for any number of parts that divides ``batch``. ``allowed``: function of an operator and a strategy
-    (layouts of its operands and results) that says whether the operator may be run in this way; ``None`` allows all.
-    Raise :class:`partitioner.solve.sharding.choices.ShardingError` if no sharding exists, because the model does not
-    compute samples separately.
-    """
+    ``allowed``: function of an operator and a strategy (layouts of its operands and results) that says whether the
+    operator may be run in this way; ``None`` allows all. Raises
+    :class:`partitioner.solve.sharding.choices.ShardingError` if no sharding exists, because the model does not compute
+    samples separately."""
     outputs = {
         o.value: [REPLICATED, PARTIAL, *map(make_shard_layout, range(len(model.values[o.value].shape)))]
         for o in model.outputs
@@ -108,13 +106,12 @@ def _input_layouts(model_input: ModelInput, batch: int) -> list[Layout]:
 
 
 def _without_samples(model: FoldedModel, batch: int) -> frozenset[fx.Node]:
-    """Return the operators of ``model`` that do not depend on the samples of the batch, but on weights, constants and
-    random indices alone. These operators need not be divided over the ranks. An operator of a repeated block is
-    returned only if this holds in all calls of the block.
+    """Return the operators of ``model`` that do not depend on the samples of the batch, but only on weights, constants
+    and random indices. These operators need not be divided over the ranks. An operator of a repeated block is returned
+    only if it is independent of the samples in all calls of the block.
 
     ``batch``: number of samples; inputs with a dim of this size are assumed to contain samples. ``model``: the model as
-    calls of blocks; equal layers share one block.
-    """
+    calls of blocks; equal layers share one block."""
     reached = {i.value for i in model.inputs if batch in i.spec.shape}
     found: set[fx.Node] = set()
     for run in model.calls:
@@ -161,8 +158,7 @@ def _work(model: FoldedModel, alone: frozenset[fx.Node]) -> float:
 @lru_cache(maxsize=1 << 16)
 def node_work(node: fx.Node) -> float:
     """Return the approximate work of the operator ``node``: its matrix-multiply FLOPs plus the number of elements of
-    its results. 0 for a view.
-    """
+    its results; 0 for a view."""
     if is_view(node):
         return 0.0
     return float(matmul_flops(node) + sum(r.numel() for r in results_of(node)))
@@ -176,9 +172,8 @@ class BatchCosts:
     ``total``: the work of all operators except ``alone``; the cost of an operator is its fraction of this work.
     ``samples``: the shapes and dtypes of inputs with a batch dim. ``alone``: operators that cost nothing, mainly those
     that depend on no sample. ``moved``: the cost of exchanging samples between ranks, or of giving each rank a part of
-    a weight, relative to the cost of one sum over samples. If it were small, channels would be divided instead of
-    samples.
-    """
+    a weight, relative to the cost of one sum over samples; if ``moved`` were small, channels would be divided instead
+    of samples."""
 
     total: float
     samples: frozenset[TensorSpec] = frozenset()
@@ -187,17 +182,17 @@ class BatchCosts:
 
     def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
         """Return the cost of running the operator ``node`` by ``strategy`` (layouts of its operands and results), a
-        number proportional to its share of the model's work. It is divided by ``num_ranks`` if the strategy divides the
-        work, and 0 for operators that need not be divided."""
-        if node in self.alone:  # every microbatch needs it whole; dividing it would have samples meet at its gradient
+        number proportional to the operator's share of the model's work. If the strategy divides the work, the cost is
+        divided by ``num_ranks``. For operators that need not be divided, it is 0."""
+        if node in self.alone:  # every microbatch needs it whole; if it were divided, its gradient would mix samples
             return 0.0
         work = _ALL_WORK * node_work(node) / max(self.total, 1.0)
         return work / num_ranks if strategy.factor is not None else work
 
     def reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
         """Return the cost of changing a tensor from layout ``source`` to ``target``, a number comparable with the costs
-        of operators; ``math.inf`` if the change is impossible. ``differentiable``: whether its gradient has to be
-        changed back too. ``spec``: whole shape and dtype of the tensor."""
+        of operators; ``math.inf`` if the change is impossible. ``differentiable``: whether the layout of the tensor's
+        gradient has to be changed back too. ``spec``: whole shape and dtype of the tensor."""
         if source == target:
             return 0.0
         reshard = RESHARDS.get((source.kind, target.kind))

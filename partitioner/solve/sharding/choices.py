@@ -38,15 +38,14 @@ class ShardingError(PartitionError):
 class LayoutRules:
     """Layouts that the caller of the solver fixes, by the name of a value or of a state (parameter or buffer).
 
-    ``inputs``: the layouts that a model input may have (replicated only, if it is not named). ``outputs``: those that a
-    model output may have (sharded or replicated, if it is not named). ``pins``: the one layout of a value, input or
-    state; for a replicated parameter the solver chooses whether its gradient is a partial sum. ``states``: the one
-    layout of a state, where ``R`` and ``R'`` (partial-sum gradient) are distinguished. ``whole_states``: whether no
-    state may be sharded, so that the gradient of a trained state is a partial sum. ``partial_values``: whether values
-    between calls of blocks (such as layers) may be partial sums. ``lengths``: sequence lengths; dims of these sizes may
-    be sharded zigzag (each rank has a piece from the start and one from the end), and operators may also shard several
-    dims at once.
-    """
+    ``inputs``: the layouts that a model input may have; an input without an entry is replicated. ``outputs``: the
+    layouts that a model output may have; an output without an entry is sharded or replicated. ``pins``: the one layout
+    of a value, input or state; for a replicated parameter the solver chooses whether its gradient is a partial sum.
+    ``states``: the one layout of a state, where ``R`` and ``R'`` (partial-sum gradient) are distinguished.
+    ``whole_states``: whether no state may be sharded, so that the gradient of a trained state is a partial sum.
+    ``partial_values``: whether values between calls of blocks (such as layers) may be partial sums. ``lengths``:
+    sequence lengths; dims of these sizes may be sharded zigzag (each rank has a piece from the start and one from the
+    end), and operators may also shard several dims at once."""
 
     inputs: Mapping[str, Collection[Layout]] = field(default_factory=dict)
     outputs: Mapping[str, Collection[Layout]] = field(default_factory=dict)
@@ -87,9 +86,8 @@ def _list_zigzag_shards(tie: LayoutTie, num_ranks: int, rules: LayoutRules) -> l
 
 def value_options(model: FoldedModel, tie: LayoutTie, num_ranks: int, rules: LayoutRules) -> list[Layout]:
     """Return the layouts that the values of ``tie`` (values that must share one layout) may have. ``model``: the model
-    as calls of blocks; equal layers share one block. ``rules``: layouts that the caller fixes; :class:`ShardingError`
-    is raised if they leave none. ``num_ranks``: size of the mesh axis over which the model is sharded.
-    """
+    as calls of blocks; equal layers share one block. ``rules``: layouts that the caller fixes. ``num_ranks``: size of
+    the mesh axis over which the model is sharded. Raises :class:`ShardingError` if ``rules`` leave no layout."""
     read = {v for call in model.calls for v in call.inputs}
     inputs = {i.value for i in model.inputs}
     outputs = {o.value for o in model.outputs if o.value is not None}
@@ -151,9 +149,8 @@ def _restrict_layouts(
     options: list[Layout], limits: list[tuple[str, str, Collection[Layout]]], tie: LayoutTie, num_ranks: int
 ) -> list[Layout]:
     """Return the layouts in ``options`` that all ``limits`` allow. ``limits``: triples of a tensor's name, the reason
-    of the limit in words, and the allowed layouts. Raise :class:`ShardingError` if none is left. ``tie``: the tensors,
-    and ``num_ranks``: size of the mesh axis, both for the message.
-    """
+    of the limit in words, and the allowed layouts. Raises :class:`ShardingError` if no layout is left. Its message
+    contains ``tie`` (the tensors) and ``num_ranks`` (size of the mesh axis)."""
     left = [o for o in options if all(o in allowed for _, _, allowed in limits)]
     if not left:
         said = "; ".join(f"{name!r} is {why} {' or '.join(map(str, allowed))}" for name, why, allowed in limits)
@@ -176,23 +173,25 @@ Wishes = Mapping[int, tuple[Layout, ...]]  # operand i or result ~k -> section l
 
 
 class StrategyCache:
-    """A cache of the strategies of operators on ``num_ranks`` ranks. Operators that are alike, such as those of equal
-    parts of different layers, share one entry. ``lengths``: sequence lengths; dims of these sizes may be sharded zigzag
-    (each rank has a piece from the start and one from the end)."""
+    """A cache of the strategies (layouts of operands and results) of operators on ``num_ranks`` ranks. Equal operators,
+    such as those of equal parts of different layers, share one entry. ``lengths``: sequence lengths; dims of these
+    sizes may be sharded zigzag (each rank has a piece from the start and one from the end)."""
 
     def __init__(self, num_ranks: int, lengths: Collection[int] = NO_SIZES) -> None:
         self._num_ranks, self._lengths = num_ranks, lengths
         self._kinds: dict[Hashable, dict[Hashable, list[Strategy]]] = {}
 
     def of_kind(self, node: fx.Node) -> dict[Hashable, list[Strategy]]:
-        """Return the cached lists of strategies of the operators that are alike ``node``, to pass to
-        :meth:`find_strategies`."""
+        """Return the cache entry of all operators that are equal to ``node``: a dict from layouts that neighbouring
+        operators use to lists of strategies (layouts of operands and results). The caller passes it to
+        :meth:`find_strategies` as ``kind``."""
         return self._kinds.setdefault(build_call_key(node), {})
 
     def find_strategies(self, node: fx.Node, kind: dict[Hashable, list[Strategy]], wishes: Wishes) -> list[Strategy]:
-        """Return the strategies of the operator ``node``: the layouts of its operands and results. Alike operators get
-        the same list, which must not be changed. ``kind``: what :meth:`of_kind` returned for ``node``. ``wishes``: the
-        layouts with sections that neighbouring operators use."""
+        """Return the strategies of the operator ``node``: the layouts of its operands and results. Equal operators get
+        the same list, which must not be changed. ``kind``: the cache entry that :meth:`of_kind` returned for ``node``.
+        ``wishes``: index i of an operand, or ``~k`` for result k -> the layouts with sections that neighbouring
+        operators use for it."""
         key = tuple(wishes.items())
         if key not in kind:
             kind[key] = enumerate_strategies(node, self._num_ranks, wishes, self._lengths)
@@ -202,12 +201,9 @@ class StrategyCache:
 def list_operator_strategies(
     values: Sequence[BlockValue], operators: Sequence[fx.Node], known: StrategyCache
 ) -> dict[fx.Node, list[Strategy]]:
-    """Return, for each operator of a block (such as a layer), its strategies: the ways to run it on the ranks, each
-    with the layouts of its operands and results.
-
-    ``operators``: the operators of the block. ``values``: its tensors. ``known``: a cache of strategies, which knows
-    the number of ranks.
-    """
+    """Return operator -> its strategies, for each operator of a block (such as a layer). A strategy is a way to run the
+    operator on the ranks: the layouts of its operands and results. ``operators``: the operators of the block.
+    ``values``: the tensors of the block. ``known``: a cache of strategies, which knows the number of ranks."""
     spots: dict[fx.Node, dict[int, int]] = {node: {} for node in operators}  # operand i or result ~k -> value
     for number, value in enumerate(values):
         if value.source in spots:
@@ -238,15 +234,13 @@ def list_operator_strategies(
 def _offer_section_layouts(
     node: fx.Node, found: Sequence[Strategy], spots: Mapping[int, int], wanted: Sequence[dict[Layout, None]]
 ) -> set[int]:
-    """Record layouts with sections that the strategies of the operator ``node`` use: the values that the operator reads
-    and computes may then have these layouts. Sections are separately sharded parts of a dim. Return the indices of the
-    values that gained a layout; the caller then looks at the other operators of these values. A strategy is a way to
-    run an operator on the ranks: the layouts of its operands and results.
+    """Record the layouts with sections (separately sharded parts of a dim) that the strategies of the operator ``node``
+    use, so that the values that the operator reads and computes may have these layouts. Return the indices of the
+    values that gained a layout; the caller then looks at the other operators of these values.
 
-    ``found``: the strategies of ``node``. ``wanted``: for each value, the layouts with sections that operators could
-    use, to which this function adds. ``spots``: index i of an operand, or ``~k`` for result k -> index of the value in
-    ``wanted``.
-    """
+    ``found``: the strategies of ``node`` (layouts of its operands and results). ``wanted``: for each value, the layouts
+    with sections that operators could use, to which this function adds. ``spots``: index i of an operand, or ``~k`` for
+    result k -> index of the value in ``wanted``."""
     gained = set[int]()
     for strategy in found:
         layouts = [*enumerate(strategy.operands), *((~k, layout) for k, layout in enumerate(strategy.results))]

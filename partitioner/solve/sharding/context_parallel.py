@@ -39,14 +39,14 @@ from partitioner.solve.sharding.sharding import Allowed, ShardingSolution, solve
 Algorithm = Literal["all_gather", "ring", "ulysses"]
 
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
-_LEAST_DIVIDED = 0.5  # of the matrix products' work: with less there is no sequence to share
+_LEAST_DIVIDED = 0.5  # fraction of the matrix products' work; if less is divided, there is no sequence to share
 
 
 @dataclass(frozen=True)
 class ContextModel:
-    """The model with its sequences sharded over the axis ``cp``. ``model``: in it, graphs and the tensors between them
-    have the shapes of one rank; parameters, buffers and inputs have their global shapes. ``sharding``: the layouts over
-    ``cp`` that were applied to make it."""
+    """The model with its sequences sharded over the axis ``cp``. ``model``: the sharded model; its graphs and the
+    tensors between them have the shapes of one rank, its parameters, buffers and inputs their global shapes.
+    ``sharding``: the layouts over ``cp`` that were applied."""
 
     model: FoldedModel
     sharding: ShardingSolution
@@ -64,15 +64,14 @@ def shard_context(
     known: ShardingSolution | None = None,
 ) -> ContextModel:
     """Return the model of one rank of ``cp``: ``split`` with its sequence sharded over ``num_ranks`` ranks at the least
-    cost. A strategy is a way to run an operator on the ranks: the layouts of its operands and results.
+    cost.
 
     ``split``: the model of one microbatch, not yet sharded over ``cp``. ``batch``: the sharding that says which dim of
     each value indexes samples. ``costs``: prices of the shardings. ``tp``: number of tensor-parallel ranks, over which
     attention heads are divided in addition. ``algorithm``: the algorithm of every attention, such as ``"ring"``, or
-    ``None`` to choose. ``allowed``: function that says whether an operator may use a strategy; ``None`` allows all.
-    ``known``: a sharding found before, which is then used instead of a search. Raise :class:`PlanError` if the
-    algorithm is impossible, or if no sharding divides the sequence usefully.
-    """
+    ``None`` to choose. ``allowed``: function that says whether an operator may use a strategy (layouts of operands and
+    results); ``None`` allows all. ``known``: a sharding found before, which is then used instead of a search. Raises
+    :class:`PlanError` if the algorithm is impossible, or if no sharding divides the sequence usefully."""
     solution = known or _solve_context_sharding(split, batch, num_ranks, costs, tp, algorithm, allowed)
     _check_divided(split, solution)
     blocks = {
@@ -95,15 +94,14 @@ def _solve_context_sharding(
     algorithm: Algorithm | None,
     allowed: Allowed | None,
 ) -> ShardingSolution:
-    """Return the sharding of ``split`` over ``num_ranks`` ranks of ``cp`` at the least cost. Raise :class:`PlanError`
-    if there is none. A strategy is a way to run an operator on the ranks: the layouts of its operands and results.
+    """Return the sharding of ``split`` over ``num_ranks`` ranks of ``cp`` at the least cost. Raises :class:`PlanError`
+    if there is none.
 
     ``split``: the model of one microbatch as calls of blocks; equal layers share one block. ``batch``: the sharding
     that says which dim of each value indexes samples. ``costs``: prices of the shardings. ``tp``: number of
     tensor-parallel ranks, over which attention heads are divided in addition. ``algorithm``: the algorithm of every
     attention, such as ``"ring"``, or ``None`` to choose. ``allowed``: function that says whether an operator may use a
-    strategy; ``None`` allows all.
-    """
+    strategy (layouts of operands and results); ``None`` allows all."""
     check_algorithm(split, num_ranks, tp, algorithm)
     layouts = {i.value: _input_layouts(split.values[i.value], batch.values[i.value], num_ranks) for i in split.inputs}
     lengths = {split.values[name].shape[to.dim] for name, found in layouts.items() for to in found if to.is_shard}
@@ -128,8 +126,8 @@ def _solve_context_sharding(
 def _input_layouts(spec: TensorSpec, batch: Layout, num_ranks: int) -> list[Layout]:
     """Return the layouts that an input may have: replicated, or sharded on any dim except the one that indexes samples.
     The positions on a rank are in order or zigzag (each rank has a piece from the start and one from the end).
-    ``spec``: the shape and dtype of the input. ``batch``: the layout that splits its samples. ``num_ranks``: size of
-    ``cp``."""
+    ``spec``: the shape and dtype of the input. ``batch``: the layout that splits the input's samples. ``num_ranks``:
+    size of ``cp``."""
     dims = [d for d in range(len(spec.shape)) if not (batch.is_shard and batch.dim == d)]
     found = [make_shard_layout(d, (), zigzag) for d in dims for zigzag in (False, True)]
     return [REPLICATED, *(to for to in found if can_shard_evenly(to, spec.shape, num_ranks))]
@@ -147,9 +145,8 @@ def check_algorithm(model: FoldedModel, num_ranks: int, tp: int, algorithm: Algo
     """Raise :class:`PlanError` if some attention of ``model`` cannot run by ``algorithm`` over ``num_ranks`` ranks. The
     message names the attention, the reason and an alternative.
 
-    ``algorithm``: such as ``"ring"``; ``None``: there is no requirement, and nothing is checked. ``tp``: number of
-    ranks that share the attention heads. ``model``: the model as calls of blocks; equal layers share one block.
-    """
+    ``algorithm``: such as ``"ring"``; ``None``: nothing is checked. ``tp``: number of ranks that share the attention
+    heads. ``model``: the model as calls of blocks; equal layers share one block."""
     if algorithm is None or num_ranks == 1:
         return
     found = list(list_fused_attentions(model))
@@ -168,9 +165,8 @@ def check_algorithm(model: FoldedModel, num_ranks: int, tp: int, algorithm: Algo
 
 def _explain_algorithm_obstacle(node: fx.Node, num_ranks: int, tp: int, algorithm: str) -> str:
     """Return the reason why the attention ``node`` cannot run by ``algorithm`` (``"ring"``, ``"all_gather"`` or
-    ``"ulysses"``), as the predicate of a sentence; ``""`` if it can. ``num_ranks``: size of ``cp``. ``tp``: number of
-    ranks that share the attention heads.
-    """
+    ``"ulysses"``), as the predicate of a sentence; ``""`` if there is no obstacle. ``num_ranks``: size of ``cp``.
+    ``tp``: number of ranks that share the attention heads."""
     query, key = (get_meta_shape(o) for o in operands_of(node)[:2])
     if get_node_argument(node, "dropout_p"):
         return "applies dropout to the attention weights inside the operator"
@@ -191,14 +187,13 @@ def _explain_algorithm_obstacle(node: fx.Node, num_ranks: int, tp: int, algorith
 
 
 class _ContextRules:
-    """A function object that says whether an operator may be run by a strategy over ``cp``. It forbids strategies that
-    shard samples or weights, and attention by another algorithm than the requested one. A strategy is a way to run an
-    operator on the ranks: the layouts of its operands and results.
+    """A function object that says whether an operator may be run by a strategy (layouts of operands and results) over
+    ``cp``. It forbids strategies that shard samples or weights, and attention by another algorithm than the requested
+    one.
 
     ``batch``: the layouts that split the batch; they show which dims have samples. ``num_ranks``: size of ``cp``.
-    ``tp``: number of ranks that share the attention heads. ``algorithm``: the requested one; ``None`` allows all.
-    ``also``: a further function that must allow a strategy. ``model``: the model to shard.
-    """
+    ``tp``: number of ranks that share the attention heads. ``algorithm``: the requested algorithm; ``None`` allows all.
+    ``also``: a further function that must allow a strategy. ``model``: the model to shard."""
 
     def __init__(
         self,
@@ -247,11 +242,10 @@ class _ContextRules:
         )
 
     def _splits_weights(self, node: fx.Node, strategy: Strategy) -> bool:
-        """Return whether ``strategy`` shards a weight of the operator ``node``, a matrix product or an embedding.
-        Weights of other operators do not count, because they have an element for each position, as learned position
-        embeddings do. Neither do the position slopes of an attention (ALiBi), which have an element for each head. A
-        strategy is a way to run an operator on the ranks: the layouts of its operands and results.
-        """
+        """Return whether ``strategy`` (layouts of operands and results) shards a weight of the operator ``node``, a
+        matrix product or an embedding. The result is false for weights of other operators, which have an element for
+        each position, as learned position embeddings do. It is also false for the position slopes of an attention
+        (ALiBi), which have an element for each head."""
         if not (is_product(node) or "embedding" in str(node.target)):
             return False
         slopes = get_node_argument(node, "slopes")
@@ -259,13 +253,13 @@ class _ContextRules:
         return any(to.is_shard for operand, to, state in read if state and operand is not slopes)
 
     def _is_zigzag(self, node: fx.Node, strategy: Strategy) -> bool:
-        """Return whether the attention ``node`` under ``strategy`` must have zigzag positions: the sequence is cut into
-        twice as many pieces as ranks, and each rank has one piece counted from the start and one from the end. A
-        strategy is a way to run an operator on the ranks: the layouts of its operands and results.
+        """Return whether the attention ``node`` under ``strategy`` (layouts of operands and results) must have zigzag
+        positions: the sequence is cut into twice as many pieces as ranks, and each rank has one piece counted from the
+        start and one from the end.
 
-        Causal attention must have them if twice the number of ranks divides the sequence, since this balances the work.
-        Other attention, and attention within documents of known lengths, may use the positions that ``strategy`` has.
-        """
+        Causal attention must have zigzag positions if twice the number of ranks divides the sequence, since this
+        balances the work. Other attention, and attention within documents of known lengths, may use the positions that
+        ``strategy`` has."""
         seen = find_attention_band(node)
         if seen is None or not seen.is_causal or find_document_lengths(node):
             return strategy.operands[0].zigzag
@@ -284,26 +278,23 @@ def _states_of(node: fx.Node, states: set[str]) -> list[bool]:
 
 
 def algorithm_of(node: fx.Node, strategy: Strategy) -> str:
-    """Return the algorithm by which ``strategy`` runs the attention ``node``: ``"ring"``, ``"all_gather"`` or
-    ``"ulysses"``. Return ``""`` if it divides the work in another way. A strategy is a way to run an operator on the
-    ranks: the layouts of its operands and results.
-    """
+    """Return the algorithm by which ``strategy`` (layouts of operands and results) runs the attention ``node``:
+    ``"ring"``, ``"all_gather"`` or ``"ulysses"``; ``""`` if the strategy divides the work in another way."""
     if strategy.form:
         return strategy.form
     query, key, *_ = strategy.operands
     rank = len(get_meta_shape(operands_of(node)[0]))
     if query.is_shard and query.dim == rank - 2:
-        return "all_gather" if find_attention_band(node) is None else ""  # by a form: it keeps no gathered keys
+        return "all_gather" if find_attention_band(node) is None else ""  # a band has strategy.form
     if query.is_shard and query.dim == rank - 3 and key.is_shard:
         return "ulysses" if not (query.sections or query.zigzag) else ""
     return ""
 
 
 def algorithms_of(model: FoldedModel, sharding: ShardingSolution) -> dict[str, int]:
-    """Return name of an algorithm of context-parallel attention -> number of attention operators of the model that use
-    it, most frequent first. The key ``"whole"`` counts those that use none of the algorithms. ``sharding``: the
-    sharding over ``cp``. ``model``: the model as calls of blocks; equal layers share one block.
-    """
+    """Return name of an algorithm of context-parallel attention -> number of attention operators of ``model`` that use
+    it, most frequent first. The key ``"whole"`` counts operators that use none of the algorithms. ``sharding``: the
+    sharding over ``cp``. ``model``: the model as calls of blocks; equal layers share one block."""
     counts: dict[str, int] = {}
     for name, block in model.blocks.items():
         for node in block.graph.nodes:

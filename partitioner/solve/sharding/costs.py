@@ -54,20 +54,19 @@ class TensorCosts:
     """Prices in seconds per microbatch, by which shardings over the ranks of ``group`` are compared: of operators,
     changes of layout, states (parameters and buffers), and tensors that are kept between blocks (such as layers).
 
-    - ``num_microbatches``: costs that occur once per step are divided by it. ``sequence_parallel``: ``False`` forbids
-      tensors between blocks to be sharded over positions; ``True`` and ``None`` (the search chooses) allow it.
+    - ``num_microbatches``: costs that occur once per step are divided by this number. ``sequence_parallel``: ``False``
+      forbids tensors between blocks to be sharded over positions; ``True`` and ``None`` (the search chooses) allow it.
       ``update_bytes``: memory traffic of the optimizer per byte of parameter that a rank holds. ``tp``: number of
       tensor-parallel ranks over which attention heads are divided in addition to ``group``.
     - Three penalties favour shardings that divide memory and work. ``state_price``: seconds per byte of state that a
       rank holds. ``undivided``: seconds per matrix-product FLOP that every rank repeats. ``repeated``: seconds per byte
       of results that every rank computes.
     - ``short_gradients``: whether gradients have the dtype of their parameter instead of float32. ``complete``: whether
-      a gradient that every rank computes in full is charged like one that must be reduced. This is so if ZeRO shards
-      only states whose gradient must be reduced: each rank then keeps and updates the whole state.
+      a gradient that every rank computes in full costs as much as one that must be all-reduced. This is the case if
+      ZeRO shards only states whose gradient must be reduced: each rank then keeps and updates all other states whole.
 
-    ``device``: the device type. ``train``: whether costs include the backward. ``operators``: a cache of what does not
-    depend on the group and the penalties; the prices of several shardings on one device type may share it.
-    """
+    ``device``: the device type. ``train``: whether costs include the backward. ``operators``: a cache of data that do
+    not depend on the group and the penalties; the prices of several shardings on one device type may share it."""
 
     device: DeviceType
     group: Group
@@ -126,8 +125,8 @@ class TensorCosts:
     def _of_form(self, operator: _Operator, strategy: Strategy, seconds: float, num_ranks: int) -> float:
         """Return the seconds of communication that computation does not hide, in an attention whose sequence is sharded
         over ranks. ``operator``: the attention. ``strategy``: layouts of its operands and results, and the algorithm
-        (``strategy.form``, such as ``"ring"``). ``seconds``: time of the computation, which overlaps with a ring's
-        messages. ``num_ranks``: size of the mesh axis over which the sequence is sharded."""
+        (``strategy.form``, such as ``"ring"``). ``seconds``: time of the computation, which can hide the messages of a
+        ring. ``num_ranks``: size of the mesh axis over which the sequence is sharded."""
         query, key, value = operator.operands(strategy, num_ranks)[:3]
         zigzag, seen = strategy.operands[0].zigzag, find_exchanged_band(operator.node) or Band()
         sent = exchange_seconds(query, key, value, seen, strategy.form, zigzag, self.group)
@@ -145,7 +144,8 @@ class TensorCosts:
 
     def reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
         """Return the seconds of one change from layout ``source`` to ``target``, forward and, if ``differentiable``,
-        backward. ``math.inf`` if no collective makes this change. ``spec``: whole shape and dtype of the tensor."""
+        backward. If no collective makes this change, return ``math.inf``. ``spec``: whole shape and dtype of the
+        tensor."""
         if source == target or (source.kind == target.kind and not source.is_shard):
             return 0.0
         change = RESHARDS.get((source.kind, target.kind))
@@ -163,26 +163,26 @@ class TensorCosts:
         self, num_bytes: int, change: Reshard, target: Layout, differentiable: bool, strided: bool, resliced: bool
     ) -> float:
         """Return the seconds of ``change``, the collectives that change the layout of a tensor to ``target``.
-        ``num_bytes``: bytes of the whole tensor. ``differentiable``: whether the backward changes the layout of its
-        gradient. ``strided``: whether a dim is sharded that is not outermost in memory. ``resliced``: whether the same
-        dim is sharded before and after, in other sections."""
+        ``num_bytes``: bytes of the whole tensor. ``differentiable``: whether the backward changes the layout of the
+        tensor's gradient. ``strided``: whether the sharded dim is not the outermost in memory. ``resliced``: whether
+        the same dim is sharded before and after, in other sections."""
         seconds = self.device.launch  # also without communication, so that the simpler of equal shardings wins
         for op in (change.forward, change.backward if differentiable and self.train else None):
             if op is not None:
                 seconds += exchange_time(op, num_bytes, self.group, self.device, strided)
         if change.forward is None and target.is_shard and strided:  # a rank's part is copied
             seconds += copied_s(num_bytes / self.group.size, self.device) - self.device.launch
-        if resliced:  # other sections: gathered, then cut
+        if resliced:  # other sections: the shards are gathered, then cut again
             seconds += exchange_time("all_gather", num_bytes, self.group, self.device, strided)
         return seconds
 
     def state(self, spec: TensorSpec, layout: Layout, num_ranks: int) -> float:
-        """Return the seconds per microbatch that it costs to keep a parameter or buffer in ``layout``. These are the
-        optimizer's update of a rank's part and, if every rank computes a partial sum of the gradient (``R'``), the
-        gradient's all-reduce. Both occur once per step, so their seconds are divided by the number of microbatches. The
-        penalty for the bytes that a rank holds (``self.state_price``) is added. ``spec``: its whole shape and its
-        dtype. ``num_ranks``: size of the mesh axis over which the model is sharded.
-        """
+        """Return the seconds per microbatch that it costs to keep a parameter or buffer in ``layout``: the optimizer's
+        update of a rank's part and, if every rank computes a partial sum of the gradient (``R'``; also ``R`` if
+        ``self.complete``), the gradient's all-reduce. Both occur once per step, so their seconds are divided by the
+        number of microbatches. The penalty for the bytes that a rank holds (``self.state_price``) is added. ``spec``:
+        whole shape and dtype of the parameter or buffer. ``num_ranks``: size of the mesh axis over which the model is
+        sharded."""
         local = math.prod(local_shape(layout, spec.shape, num_ranks)) * spec.dtype.itemsize
         if not self.train or not spec.dtype.is_floating_point:
             return local * self.state_price
@@ -203,8 +203,8 @@ class TensorCosts:
 
 
 class PricedOperators:
-    """A cache of operators that were priced. Operators that are alike, such as those of equal parts of different
-    layers, share one entry, with its compute seconds by the shapes of one rank."""
+    """A cache of operators that were priced. Operators with equal prices, such as those of equal parts of different
+    layers, share one entry, which has their compute seconds by the shapes of one rank."""
 
     def __init__(self) -> None:
         self._keys: dict[fx.Node, Hashable] = {}
@@ -213,9 +213,9 @@ class PricedOperators:
         self._found: dict[tuple[fx.Node, bool, int, SameObject[DeviceType]], _Operator] = {}
 
     def find(self, node: fx.Node, train: bool, tp: int, device: DeviceType) -> _Operator:
-        """Return the entry of the operators that are alike ``node``. ``train``: whether their seconds include the
-        backward. ``tp``: number of ranks over which attention heads are sharded in addition. ``device``: the device
-        type."""
+        """Return the cache entry of all operators that have the same price as ``node``. ``train``: whether their
+        seconds include the backward. ``tp``: number of ranks over which attention heads are sharded in addition to the
+        mesh axis that is being solved. ``device``: the device type."""
         key = (node, train, tp, SameObject(device))
         operator = self._found.get(key)
         if operator is None:
@@ -227,8 +227,8 @@ class PricedOperators:
         return operator
 
     def _find_key(self, node: fx.Node) -> Hashable:
-        """Return a key that is equal for operators whose prices are equal. An attention is only like itself, because
-        its price depends on how the model computes its keys."""
+        """Return a key of ``node``. Operators with equal keys have equal prices. Each attention has a key of its own,
+        because its price depends on how the model computes its keys."""
         if node not in self._keys:
             self._keys[node] = node if is_attention(node) else build_call_key(node)
         return self._keys[node]
@@ -240,12 +240,11 @@ class PricedOperators:
 
 
 class _Operator:
-    """An operator (``node``) with the data that are equal for all strategies, and a cache of its compute seconds on
-    ``device`` by the shapes of one rank. ``train``: whether the seconds include the backward. ``tp``: number of ranks
-    over which attention heads are sharded in addition to the mesh axis that is being solved; 1 if there are none.
-    ``repeated``: for each tensor operand, the dim along which it repeats each element of a smaller tensor, and the
-    number of repetitions. A strategy is a way to run an operator on the ranks: the layouts of its operands and results.
-    """
+    """An operator (``node``) with the data that are equal for all of its strategies (layouts of operands and results),
+    and a cache of its compute seconds on ``device`` by the shapes of one rank. ``train``: whether the seconds include
+    the backward. ``tp``: number of ranks over which attention heads are sharded in addition to the mesh axis that is
+    being solved; 1 if there are none. ``repeated``: for each tensor operand, the dim along which it repeats each
+    element of a smaller tensor, and the number of repetitions."""
 
     def __init__(
         self, node: fx.Node, train: bool, tp: int, device: DeviceType, repeated: Sequence[tuple[int, float]]
@@ -274,13 +273,11 @@ class _Operator:
         return None if strategy.factor is None else self._lower.get(strategy.factor)
 
     def operands(self, strategy: Strategy, num_ranks: int) -> list[Operand]:
-        """Return the operands of one rank, with shapes and dtypes, under ``strategy``. A strategy is a way to run an
-        operator on the ranks: the layouts of its operands and results. ``num_ranks``: size of the mesh axis over which
-        the model is sharded.
+        """Return the operands of one rank, with shapes and dtypes, under ``strategy`` (layouts of operands and
+        results). ``num_ranks``: size of the mesh axis over which the model is sharded.
 
         If ``strategy`` shards the sequence of an attention, key heads that the model copies for groups of query heads
-        are counted without the copies, because ranks exchange and read only the originals.
-        """
+        are counted without the copies, because ranks exchange and read only the originals."""
         found = []
         for place, (shape, dtype), (dim, group) in zip(self._places, self._operands, self._repeated, strict=True):
             layout = strategy.operands[place]
@@ -297,15 +294,15 @@ class _Operator:
 
     @cached_property
     def _key_head_reduction(self) -> int:
-        """Return the number of key heads of this attention, divided by the number that ranks exchange. The model may
-        copy key heads for groups of query heads; ranks exchange only as few copies as they need. 1 if the model makes
-        no copies."""
+        """Return the number of key heads of this attention, divided by the number of key heads that ranks exchange; 1
+        if the model makes no copies of key heads. The model may copy key heads for groups of query heads, but ranks
+        exchange only as few copies as they need."""
         times = count_head_repetitions(self.node)
         return times // count_exchanged_copies(self._operands[1][0][1], times, self._tp) if times > 1 else 1
 
     def seconds(self, strategy: Strategy, num_ranks: int) -> float:
-        """Return the compute seconds of this operator on one rank, forward and, if it has a gradient, backward.
-        ``strategy``: the layouts of its operands and results. ``num_ranks``: size of the mesh axis over which
+        """Return the compute seconds of this operator on one rank, forward and, if the operator has a gradient,
+        backward. ``strategy``: the layouts of its operands and results. ``num_ranks``: size of the mesh axis over which
         the model is sharded."""
         operands = self.operands(strategy, num_ranks)
         results = [
@@ -385,9 +382,8 @@ def divided_costs(model: FoldedModel, axis: str, device: DeviceType, group: Grou
 
 
 def _list_weighted_operators(model: FoldedModel) -> Iterator[tuple[int, fx.Node]]:
-    """Yield (count, operator) for every operator in the blocks of ``model``; the count is how many calls in the model
-    execute the operator's block. ``model``: the model as calls of blocks; equal layers share one block.
-    """
+    """Yield (count, operator) for every operator in the blocks of ``model``. The count is how many calls of the model
+    execute the operator's block. ``model``: the model as calls of blocks; equal layers share one block."""
     for name, block in model.blocks.items():
         often = model.num_calls(name)
         yield from ((often, node) for node in block.graph.nodes if node.op == "call_function")

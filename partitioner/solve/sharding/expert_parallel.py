@@ -1,11 +1,9 @@
-"""Expert parallelism: its requirements on the sharding over ``tp``, and the blocks with experts distributed over
-``ep``.
+"""Expert parallelism: requirements on the sharding over ``tp``, and blocks with experts distributed over ``ep``.
 
 The ``ep`` ranks that share the experts are ranks of dp x cp x tp. No two of them may send the same rows to experts. If
-ranks along ``tp`` have different experts (``etp`` is 1), rows are therefore sharded over ``tp`` and the weights of
-experts are not. If ranks along ``tp`` share each expert (``etp`` equals ``tp``), the weights are sharded and rows are
-not.
-"""
+ranks along ``tp`` have different experts (``etp`` is 1), rows are therefore sharded over ``tp``, and the weights of
+experts are not. If ranks along ``tp`` share each expert (``etp`` equals ``tp``), the weights are sharded, and rows are
+not."""
 
 from __future__ import annotations
 
@@ -51,13 +49,12 @@ def expert_states(model: FoldedModel, regions: Mapping[str, list[ExpertRegion]])
 
 
 def allowed_strategies(model: FoldedModel, split: Split, *, in_order: bool = True) -> Allowed | None:
-    """Return a function of an operator and a strategy that says whether the solver may run the operator by the
-    strategy. It allows the strategies under which the ranks of ``tp`` divide the experts' work as ``split`` says:
-    ``"rows"`` (each rank computes other rows, that is, tokens) or ``"within"`` (the matrices of each expert are
-    sharded). A strategy is a way to run an operator on the ranks: the layouts of its operands and results.
+    """Return a function of an operator and a strategy (layouts of operands and results) that says whether the solver
+    may run the operator by the strategy. It allows the strategies under which the ranks of ``tp`` divide the experts'
+    work as ``split`` says: ``"rows"`` (each rank computes other rows, that is, tokens) or ``"within"`` (the matrices of
+    each expert are sharded). If ``split`` is empty, return ``None``, which allows everything.
 
-    Return ``None`` if ``split`` is empty, which allows everything. ``in_order``: for ``"rows"``, each rank must have
-    consecutive rows. ``model``: the model with the experts.
+    ``in_order``: whether, for ``"rows"``, each rank must have consecutive rows. ``model``: the model with the experts.
     """
     if not split:
         return None
@@ -66,8 +63,8 @@ def allowed_strategies(model: FoldedModel, split: Split, *, in_order: bool = Tru
 
     def within(node: fx.Node, strategy: Strategy) -> bool:
         """Return whether ``strategy`` (layouts of operands and results) shards the matrices of each expert if it runs
-        the operator ``node``. The result is false if the strategy gives ranks different experts or different rows
-        (tokens), and true for operators without experts."""
+        the operator ``node``. The result is true for operators without experts, and false if the strategy gives ranks
+        different experts or different rows (tokens)."""
         if node in tables:
             return strategy.results[0] != make_shard_layout(tables[node])
         if node not in rows:
@@ -82,10 +79,9 @@ def allowed_strategies(model: FoldedModel, split: Split, *, in_order: bool = Tru
 
 def _find_expert_row_dims(model: FoldedModel) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
     """Return two dicts about the graphs of the blocks (such as layers) of ``model``, from which the caller decides how
-    experts' work may be divided. A row is a token. The first is: operator of experts that works row by row -> dim of
-    rows of its results. The second is: node that is computed from experts' parameters alone -> dim that indexes
-    experts.
-    """
+    experts' work may be divided. The first is: operator of experts that works row by row (a row is a token) -> dim of
+    its results that indexes rows. The second is: node that is computed from experts' parameters alone -> dim that
+    indexes experts."""
     rows: dict[fx.Node, int] = {}
     tables: dict[fx.Node, int] = {}
     for regions in regions_of(model).values():
@@ -96,14 +92,13 @@ def _find_expert_row_dims(model: FoldedModel) -> tuple[dict[fx.Node, int], dict[
 
 
 def _by_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int], in_order: bool = True) -> Allowed:
-    """Return a function that says whether an operator may be run by a strategy (layouts of its operands and results).
-    It allows only strategies under which every rank has its own rows (tokens) of the experts' work. Other operators may
-    use any strategy.
+    """Return a function of an operator and a strategy (layouts of operands and results) that says whether the operator
+    may be run by the strategy. It allows only strategies under which every rank has its own rows (tokens) of the
+    experts' work. Other operators may use any strategy.
 
-    ``rows``: operators that work row by row -> dim of rows of their results, on which the result must be sharded.
-    ``tables``: nodes that are computed from experts' parameters alone; they must be whole on every rank (the dim that
-    indexes experts, to which they are mapped, is not used). ``in_order``: each rank must have consecutive rows.
-    """
+    ``rows``: operator that works row by row -> dim of its results that indexes rows, on which the result must be
+    sharded. ``tables``: nodes that are computed from experts' parameters alone, which must be whole on every rank; only
+    the keys of the dict are used. ``in_order``: whether each rank must have consecutive rows."""
 
     def allowed(node: fx.Node, strategy: Strategy) -> bool:
         made = strategy.results[0]
@@ -115,15 +110,14 @@ def _by_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int], in_orde
 
 
 def _all_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int]) -> Allowed:
-    """Return a function that says whether an operator may be run by a strategy (layouts of its operands and results).
-    It allows only strategies under which every rank has all rows (tokens) of the experts' work, and the gradient of a
-    row on a rank is a partial sum, to be added up over the ranks. So the gradient of a row is counted only once, even
+    """Return a function of an operator and a strategy (layouts of operands and results) that says whether the operator
+    may be run by the strategy. It allows only strategies under which every rank has all rows (tokens) of the experts'
+    work, and the gradient of a row is a partial sum over the ranks. So the gradient of a row is counted only once, even
     if several ranks later send this row to its expert. Operators outside of the experts' work may use any strategy.
 
     ``rows``: operators that work row by row; their results must have the layout just described, or be replicated if no
     gradient flows through them. ``tables``: nodes that are computed from experts' parameters alone; they must be whole
-    on every rank. Both are dicts, but only their keys are used.
-    """
+    on every rank. Both are dicts, but only their keys are used."""
 
     def allowed(node: fx.Node, strategy: Strategy) -> bool:
         made = strategy.results[0]
@@ -135,12 +129,10 @@ def _all_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int]) -> All
 
 
 def spread_batch(model: FoldedModel, batch: ShardingSolution, samples: int) -> ShardingSolution:
-    """Return a sharding of the batch over ranks that allows ranks with different samples to hold different experts.
-
-    This is the given sharding ``batch`` if it allows that; otherwise one with the experts' rows (tokens) divided over
-    the ranks, or with all rows on each of them. If there is none, return ``batch``. ``samples``: number of samples of
-    the batch. ``model``: the model on the whole batch, as calls of blocks (such as layers).
-    """
+    """Return a sharding of the batch over ranks that allows ranks with different samples to hold different experts. If
+    the given sharding ``batch`` allows it, the result is ``batch``. Otherwise it is a sharding with the experts' rows
+    (tokens) divided over the ranks, or with all rows on each rank. If there is none, return ``batch``. ``samples``:
+    number of samples of the batch. ``model``: the model on the whole batch, as calls of blocks (such as layers)."""
     if can_spread_experts(model, batch):
         return batch
     for way in (_by_rows, _all_rows):
@@ -151,9 +143,8 @@ def spread_batch(model: FoldedModel, batch: ShardingSolution, samples: int) -> S
 
 def can_spread_experts(model: FoldedModel, batch: ShardingSolution) -> bool:
     """Return whether ranks that get different rows of the batch of ``model`` (along ``dp`` or ``cp``) may hold
-    different experts. That is the case if the sharding ``batch`` divides the experts' work only by rows (tokens), or if
-    every rank has all rows. ``model``: the model as calls of blocks; equal layers share one block.
-    """
+    different experts. This is the case if the sharding ``batch`` divides the experts' work only by rows (tokens), or if
+    every rank has all rows. ``model``: the model as calls of blocks; equal layers share one block."""
     ways = [way(*_find_expert_row_dims(model)) for way in (_by_rows, _all_rows)]
     for name, regions in regions_of(model).items():
         chosen = batch.blocks[name].strategies
@@ -165,12 +156,10 @@ def can_spread_experts(model: FoldedModel, batch: ShardingSolution) -> bool:
 
 
 def spread_over_ranks(model: FoldedModel, tp: int, ep: int, etp: int) -> tuple[FoldedModel, dict[str, Layout]]:
-    """Return ``model`` with its experts distributed over ``ep`` ranks, and name -> layout over ``ep`` of the parameters
-    and buffers that are distributed. ``model``: the model as calls of blocks; equal layers share one block.
-
-    ``model`` is already sharded over ``tp`` ranks; each expert is shared by ``etp`` ranks (0: ``tp``). Raise
-    :class:`PlanError` if the graph of a block does not allow ranks to hold different experts.
-    """
+    """Return two values: ``model`` with its experts distributed over ``ep`` ranks, and name -> layout over ``ep`` of
+    the parameters and buffers that are distributed. ``model``: the model as calls of blocks (equal layers share one
+    block), already sharded over ``tp`` ranks. ``etp``: number of ranks that share each expert (0: ``tp``). Raises
+    :class:`PlanError` if the graph of a block does not allow ranks to hold different experts."""
     merged = "tp" if split_of(tp, ep, etp) == "rows" else None
     apart = ("dp", "cp") if merged is None else ("dp", "cp", merged)
     regions = regions_of(model, apart)

@@ -27,12 +27,11 @@ from partitioner.solve.sharding.sharding import (
 
 @dataclass(frozen=True)
 class CompanionModel:
-    """The model of a further program, such as evaluation beside training. It uses parameters and buffers of the plan's
-    main program, in the layouts that the main program gives them.
+    """The model of a further program, such as evaluation beside training, that uses parameters and buffers of the
+    plan's main program in the layouts that the main program gives them.
 
     ``model``: calls of blocks on one microbatch. ``weight``: how often the program is executed for each execution of
-    the main program. ``inputs``: name of an input -> layouts that it may have; others are replicated.
-    """
+    the main program. ``inputs``: name of an input -> layouts that the input may have; other inputs are replicated."""
 
     model: FoldedModel
     weight: float = 1.0
@@ -45,8 +44,7 @@ class JointShardingProblem(ShardingProblem):
     programs is minimised.
 
     ``first``: the model of the main program. ``companions``: the models of further programs. ``axis``, ``num_ranks``:
-    name and size of the mesh axis. ``costs``: prices of strategies and layouts.
-    """
+    name and size of the mesh axis. ``costs``: prices of layouts and of strategies (layouts of operands and results)."""
 
     def __init__(
         self,
@@ -82,11 +80,12 @@ class JointShardingProblem(ShardingProblem):
         super().__init__(joined, axis, num_ranks, costs, rules)
 
     def solve(self, allowed: Allowed | None = None, time_limit_s: float = 60.0) -> ShardingSolution:
-        """Return the sharding of the main program (such as training) in the cheapest sharding of all programs together.
-        Its ``objective`` and ``bound`` are the cost, and a lower bound on the cost, of all programs together.
+        """Return the main program's part (such as training) of the cheapest sharding of all programs together. Its
+        ``objective`` and ``bound`` are the cost, and a lower bound on the cost, of all programs together.
+
         ``allowed``: function of an operator and a strategy (layouts of its operands and results) that says whether the
-        operator may be run in this way; ``None`` allows all. ``time_limit_s``: seconds for the solver. Raise
-        ``ShardingError`` if no sharding exists and ``AssignmentTimeLimitError`` if none is found in time."""
+        operator may be run in this way; ``None`` allows all. ``time_limit_s``: seconds for the solver. Raises
+        ``ShardingError`` if no sharding exists, and ``AssignmentTimeLimitError`` if none is found in time."""
         joint, first = super().solve(allowed, time_limit_s), self.first
         blocks = {name: joint.blocks[name] for name in first.blocks}
         sharded, without_rule = sharded_work(first, blocks, self.costs, self.num_ranks)
@@ -106,10 +105,11 @@ class JointShardingProblem(ShardingProblem):
         yield from self._updates
 
     def list_port_layouts(self, block: Block, value: BlockValue, port: Port) -> tuple[int, list[Layout]]:
-        """Return the index of the node of the assignment problem (one choice per node, at the least total cost) that
-        chooses the layout of ``value``, a placeholder of ``block`` (such as a layer), and the layouts to choose from.
-        ``port``: the input, parameter or buffer of the block that the placeholder stands for. In a program without
-        gradients, ``R'`` (replicated, with a partial sum as gradient) is replaced by ``R`` (replicated)."""
+        """Return two values about ``value``, a placeholder of ``block`` (such as a layer): the index of the node of the
+        assignment problem (one choice per node at minimum cost) that chooses the layout of ``value``, and the layouts
+        from which it chooses. ``port``: the input, parameter or buffer of the block that the placeholder stands for. In
+        a program without gradients, ``R'`` (replicated, with a partial sum as gradient) is replaced by ``R``
+        (replicated)."""
         variable, layouts = super().list_port_layouts(block, value, port)
         if block.name in self._weight_of and not value.grad:
             layouts = [REPLICATED if layout == READ_SHARDED else layout for layout in layouts]

@@ -1,9 +1,8 @@
-"""The values of a block with the operators that read them, and the groups of values or states that must share one
+"""Find the values of a block with the operators that read them, and the groups of values or states that must share one
 layout.
 
 Blocks repeat: one graph serves several calls. Tensors that different calls pass through the same port (input, state or
-output of a block) therefore have the same layout.
-"""
+output of a block) therefore have the same layout."""
 
 from __future__ import annotations
 
@@ -51,10 +50,8 @@ class BlockValue:
 
 
 def operators_of(block: Block) -> list[fx.Node]:
-    """Return the operators of ``block`` (a piece of the model, such as a layer) for which a strategy must be chosen:
-    every ``call_function`` node but ``getitem``, in graph order. A strategy is a way to run an operator on the ranks:
-    the layouts of its operands and results.
-    """
+    """Return the operators of ``block`` (a piece of the model, such as a layer) for which a strategy (layouts of
+    operands and results) must be chosen: every ``call_function`` node except ``getitem``, in graph order."""
     return [n for n in block.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
 
 
@@ -95,13 +92,12 @@ def values_of(block: Block) -> list[BlockValue]:
 
 @dataclass(frozen=True)
 class LayoutTie:
-    """Tensors between blocks (such as layers), or parameters and buffers, that must share one layout. Different calls
-    of one block (such as the calls of a repeated layer) read or return them at the same place, and all calls run the
-    same graph.
+    """Tensors between blocks (such as layers), or parameters and buffers, that must share one layout, because different
+    calls of one block read or return them at the same place, and all calls run the same graph.
 
-    ``names``: their names. ``ports``: the places, each a tuple of the block's name, a kind (``"input"``, ``"state"`` or
-    ``"output"``) and an index among the block's inputs, states or outputs. ``spec``: their common shape and dtype.
-    """
+    ``names``: names of the tensors. ``ports``: the places, each a tuple of the block's name, a kind (``"input"``,
+    ``"state"`` or ``"output"``) and an index among the block's inputs, states or outputs. ``spec``: the common shape
+    and dtype of the tensors."""
 
     names: tuple[str, ...]
     ports: tuple[Port, ...]
@@ -134,8 +130,8 @@ def tied_states(model: FoldedModel) -> list[LayoutTie]:
 def _group_connected_ports(pairs: Iterable[tuple[str, Port | None]]) -> list[tuple[tuple[str, ...], tuple[Port, ...]]]:
     """Group the names of tensors that share a port, directly or through other names. A port is an input, parameter,
     buffer or output of a block (such as a layer). Return for each group its names and its ports, in order of first
-    appearance. ``pairs``: the name of a tensor and a port through which it passes; ``None`` if it passes through none.
-    """
+    appearance. ``pairs``: the name of a tensor and a port through which it passes, or ``None`` if it passes through no
+    port."""
     parent: dict[str | Port, str | Port] = {}
 
     def root(item: str | Port) -> str | Port:

@@ -50,9 +50,8 @@ class LocalModel:
         return states_left_whole(self.model)
 
     def spread(self, tp: int, ep: int, etp: int) -> LocalModel:
-        """Return the model with its experts distributed over ``ep`` ranks, each expert sharded over ``etp`` ranks (0
-        means ``tp``). Raise ``PlanError`` if that is not possible.
-        """
+        """Return the model with its experts distributed over ``ep`` ranks, each expert sharded over ``etp`` ranks (0:
+        as many as ``tp``). Raises ``PlanError`` if this is not possible."""
         if ep == 1:
             return self
         model, experts = spread_over_ranks(self.model, tp, ep, etp)
@@ -86,10 +85,10 @@ def build_local_model(
 
 
 def unmark_stopped(block: Block) -> Block:
-    """Set ``node.meta["grad"]`` (whether a gradient flows through the node) of ``block`` (a piece of the model, such as
-    a layer) to false for nodes that depend on detached values alone, and return ``block``. This is needed after
-    sharding, which copies this mark from an operator to all nodes that replace it, even if no gradient reaches them.
-    """
+    """Set ``node.meta["grad"]`` (whether a gradient flows through the node) to ``False`` for the nodes of ``block`` (a
+    piece of the model, such as a layer) that depend on detached values alone, and return ``block``. This is needed
+    after sharding, which copies the mark of an operator to all nodes that replace it, even to those that no gradient
+    reaches."""
     for node in block.graph.nodes:
         if node.op == "call_function" and node.meta.get("grad"):
             node.meta["grad"] = not stops_gradient(node) and any(n.meta.get("grad", True) for n in node.all_input_nodes)
@@ -111,7 +110,7 @@ def layouts_of(local: LocalModel, batch: ShardingSolution) -> Layouts:
                 "tp": tensor.states.get(name, REPLICATED).kind == "R'",
             }
             axes[name] = tuple(axis for axis, is_partial in partial.items() if is_partial)
-            if name in local.experts:  # rows of all the ranks that have other experts were here
+            if name in local.experts:  # this rank has computed rows of all ranks that have other experts
                 axes[name] = ("edp", "etp") if partial["tp"] and not local.by_rows else ("edp",)
     dims = {i.value: _batch_dim(batch.values[i.value]) for i in local.model.inputs}
     leaving = [o.value for o in local.model.outputs if o.value is not None]
@@ -135,6 +134,6 @@ def _batch_dim(layout: Layout) -> int | None:
 
 
 def _describe_layout_join(layout: Layout) -> str:
-    """Return how the parts that ranks have of a model output are combined into the whole: ``"R"`` if all parts are
-    equal, else ``layout`` as text, such as ``"S0"`` (joined along dim 0) or ``"P"`` (summed)."""
+    """Return how the parts of a model output on the ranks are combined into the whole: ``"R"`` if all parts are equal,
+    otherwise ``layout`` as text, such as ``"S0"`` (joined along dim 0) or ``"P"`` (summed)."""
     return "R" if layout.is_whole else str(layout)

@@ -1,10 +1,9 @@
-"""Add the costs of layout changes to the assignment problem of a sharding (one choice per node, at the least total
-cost). Every change of a value is paid for once, however many operators read the result.
+"""Add the costs of layout changes to the assignment problem of a sharding (one choice per node at minimum cost). Every
+change of a value is paid for once, however many operators read the result.
 
-A value with one reader is an edge of the problem. A value with several readers is a node. Its choices are pairs of the
-layout in which the value is produced and the set of layouts that are made from it. Layouts that cost nothing are always
-in the set.
-"""
+A value with one reader is an edge of the problem. A value with several readers is a node, each choice of which is a
+pair: the layout in which the value is produced, and the set of layouts to which it is converted. Layouts whose
+conversion costs nothing are always in the set."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from partitioner.passes.shard.shard_block import RESHARDS
 from partitioner.solve.pairwise.assignment import AssignmentProblem
 from partitioner.solve.pairwise.presolve import Table, Vector
 
-MAX_SETS = 400  # choices of one value; with more, each layout gets an on-off node of its own, an equal if looser form
+MAX_SETS = 400  # choices of one value; with more, each layout gets a node of its own, an equivalent but looser form
 
 T = TypeVar("T")
 
@@ -34,9 +33,10 @@ ReshardCost = Callable[[TensorSpec, Layout, Layout, bool], float]
 
 
 class ProblemBuilder:
-    """Collects the nodes and edges of an assignment problem: choose one layout or strategy for each node, at the least
-    total cost. ``costs``: for each node, the costs of its choices. ``edges``: tuples (node, other node, table of costs
-    of each pair of choices). ``names``: a text for each node, used in error messages."""
+    """Collects the nodes and edges of the assignment problem of a sharding: choose one layout or strategy (layouts of
+    operands and results) for each node at minimum cost. ``costs``: for each node, the costs of its choices. ``edges``:
+    tuples (node, other node, table of costs of each pair of choices). ``names``: a text for each node, used in error
+    messages."""
 
     def __init__(self) -> None:
         self.costs: list[Vector] = []
@@ -44,9 +44,8 @@ class ProblemBuilder:
         self.names: list[str] = []
 
     def add(self, name: str, cost: Vector) -> int:
-        """Add a node to the assignment problem (one choice per node, at the least total cost), and return its index
-        among the nodes. ``name``: a text for error messages. ``cost``: the cost of each of the node's choices.
-        """
+        """Add a node to the assignment problem (one choice per node at minimum cost), and return its index among the
+        nodes. ``name``: a text for error messages. ``cost``: the cost of each of the node's choices."""
         self.costs.append(cost)
         self.names.append(name)
         return len(self.costs) - 1
@@ -56,10 +55,9 @@ class ProblemBuilder:
 
 
 class Reshards:
-    """A cache of the costs of converting tensors from one layout to another; the cost is infinite if the conversion is
-    impossible. ``cost``: function that computes such a cost from the tensor's shape and dtype, the two layouts, and
-    whether the tensor has a gradient.
-    """
+    """A cache of the costs of converting tensors from one layout to another; the cost of an impossible conversion is
+    infinite. ``cost``: function that computes such a cost from the tensor's shape and dtype, the two layouts, and
+    whether the tensor has a gradient."""
 
     def __init__(self, cost: ReshardCost) -> None:
         self._cost = cost
@@ -84,18 +82,19 @@ class Reshards:
         source: tuple[Layout, ...],
         askers: Sequence[tuple[frozenset[Layout], ...]],
     ) -> ValueConversions:
-        """Return the conversions of a value from the layouts in which it may be produced, ``source``, to those in which
-        its readers may need it. Equal arguments give one object. ``value``: (shape and dtype of the value, whether it
-        has a gradient). ``askers``: for each reader, the set of layouts that it needs under each of its choices."""
+        """Return the conversions of a value from the layouts ``source``, in which it may be produced, to the layouts in
+        which its readers may need it. Calls with equal arguments return the same object. ``value``: (shape and dtype of
+        the value, whether it has a gradient). ``askers``: for each reader and each of its choices, the set of layouts
+        that it needs."""
         key = (value, source, *askers)
         if key not in self._conversions:
             self._conversions[key] = ValueConversions.find(self, value, source, askers)
         return self._conversions[key]
 
     def _reshard_seconds(self, spec: TensorSpec, grad: bool, source: Layout, target: Layout) -> float:
-        """Return the cost of one change of a tensor from layout ``source`` to ``target``, from the cache if it has the
-        cost; infinite if the change is impossible. ``spec``: whole shape and dtype. ``grad``: whether the backward must
-        also change the layout of the gradient."""
+        """Return the cost of one change of a tensor from layout ``source`` to ``target``, from the cache if it is
+        there; infinite if the change is impossible. ``spec``: whole shape and dtype of the tensor. ``grad``: whether
+        the backward must also change the layout of the gradient."""
         if source == target and source.kind != "P":
             return 0.0
         key = (spec, grad, source, target)
@@ -106,12 +105,12 @@ class Reshards:
 
     def _look_up(self, spec: TensorSpec, grad: bool, source: Layout, target: Layout) -> float:
         """Return the cost, computed without the cache, of one change of a tensor from layout ``source`` to ``target``;
-        infinite if the change is impossible. ``spec``: whole shape and dtype. ``grad``: whether the backward must also
-        change the layout of the gradient."""
+        infinite if the change is impossible. ``spec``: whole shape and dtype of the tensor. ``grad``: whether the
+        backward must also change the layout of the gradient."""
         if (source.kind, target.kind) not in RESHARDS:
             return math.inf
         if target.kind == "P" and source.is_whole and not can_have_gradient(spec.dtype):
-            return math.inf  # a number without fractions cannot be cut into addends
+            return math.inf  # integers and booleans cannot be partial sums
         if source.kind == "P" and spec.dtype == torch.bool:
             return math.inf
         if source == target:
@@ -123,18 +122,19 @@ class Reshards:
 
 @dataclass(frozen=True)
 class ValueConversions:
-    """The conversions of a value from the layouts in which it may be produced to those in which its readers may need
-    it, for one call of its block (such as a layer). Values of different blocks share this object if they are alike.
+    """The conversions of a value from the layouts in which it may be produced to the layouts in which its readers may
+    need it, for one call of its block (such as a layer). Equal values of different blocks share this object.
 
     ``cost``: cost of each conversion, indexed (layout in which the value is produced, layout in which it is read).
     ``made_of``: for each choice of the node that produces the value, the index of the layout that it produces.
-    ``wants``: for each reader, one mask of layouts for each distinct set of layouts that it may need. ``asked_of``: for
-    each reader, the index of its set for each of its choices. The last three are about the ways to provide the value to
-    several readers; they are ``None`` and empty if there is one reader or if there are too many ways. ``ways``: the
-    index of the layout in which the value is produced, and a mask of the layouts in which it can be read, for each way.
-    ``from_source``, ``to_askers``: tables of infinite costs, which forbid a way if the value is produced in another
-    layout, or if a layout is missing that the reader needs.
-    """
+    ``wants``: for each reader, a boolean array ``[sets, layouts]``: for each distinct set of layouts that the reader
+    may need, which layouts are in it. ``asked_of``: for each reader, the index of its set for each of its choices.
+
+    The last three fields are about the ways to provide the value to several readers. They are ``None`` and empty if
+    there is one reader or if there are too many ways. ``ways``: for each way, the index of the layout in which the
+    value is produced, and a mask of the layouts in which it can be read. ``from_source``, ``to_askers``: tables of
+    infinite costs, which forbid a way if the value is produced in another layout, or if a layout is missing that the
+    reader needs."""
 
     cost: Table
     made_of: NDArray[np.intp]
@@ -153,7 +153,7 @@ class ValueConversions:
     ) -> ValueConversions:
         """Return the conversions of ``value``, a pair (shape and dtype, whether it has a gradient). ``reshards``: the
         costs of changes of layout. ``source``: the layouts in which the value may be produced. ``askers``: for each
-        reader, the set of layouts that it needs under each of its choices."""
+        reader and each of its choices, the set of layouts that it needs."""
         reading = _read_layouts(source, tuple(askers))
         cost = reshards.table(*value, reading.made, reading.targets)
         if len(askers) == 1:
@@ -165,11 +165,10 @@ class ValueConversions:
 
 @dataclass(frozen=True)
 class _Reading:
-    """In which layouts a value is produced and read, whatever its shape.
+    """The layouts in which a value is produced and read; they do not depend on the value's shape.
 
-    ``made``, ``targets``: the distinct layouts in which it may be produced and read. ``made_of``, ``wants``,
-    ``asked_of``: as in :class:`ValueConversions`.
-    """
+    ``made``, ``targets``: the distinct layouts in which the value may be produced, and in which it may be read.
+    ``made_of``, ``wants``, ``asked_of``: as in :class:`ValueConversions`."""
 
     made: tuple[Layout, ...]
     made_of: NDArray[np.intp]
@@ -180,12 +179,12 @@ class _Reading:
 
 @lru_cache(maxsize=1 << 12)
 def _read_layouts(source: tuple[Layout, ...], askers: tuple[tuple[frozenset[Layout], ...], ...]) -> _Reading:
-    """Return in which layouts a value is produced and read. ``source``: the layouts in which it may be produced.
-    ``askers``: for each reader, the set of layouts that it needs under each of its choices."""
+    """Return the layouts in which a value is produced and read, as index arrays. ``source``: the layouts in which the
+    value may be produced. ``askers``: for each reader and each of its choices, the set of layouts that it needs."""
     made, made_of = _index_distinct_items(source)
     asked = [_index_distinct_items(layouts) for layouts in askers]
     targets = list(dict.fromkeys(t for sets, _ in asked for s in sets for t in sorted(s)))
-    # what each reader asks for, as 0/1 per target
+    # which targets each reader needs
     wants = tuple(np.array([[t in s for t in targets] for s in sets], dtype=bool) for sets, _ in asked)
     return _Reading(tuple(made), made_of, tuple(targets), wants, tuple(of for _, of in asked))
 
@@ -197,7 +196,7 @@ _Ways = tuple[tuple[NDArray[np.intp], NDArray[np.bool_]] | None, Table | None, t
 def _find_ways(source: tuple[Layout, ...], askers: tuple[tuple[frozenset[Layout], ...], ...], priced: bytes) -> _Ways:
     """Return the ways to provide a value to several readers, and the tables that forbid some of them: the last three
     fields of a :class:`ValueConversions`. ``source``: the layouts in which the value may be produced. ``askers``: for
-    each reader, the set of layouts that it needs under each of its choices. ``priced``: for each conversion, 0 if it
+    each reader and each of its choices, the set of layouts that it needs. ``priced``: for each conversion, 0 if it
     costs nothing, 1 if it has a finite cost, 3 if it is impossible."""
     reading = _read_layouts(source, askers)
     kinds = np.frombuffer(priced, dtype=np.int8).reshape(len(reading.made), -1)
@@ -216,10 +215,9 @@ def _find_ways(source: tuple[Layout, ...], askers: tuple[tuple[frozenset[Layout]
 
 @dataclass(frozen=True)
 class Source:
-    """The node of the assignment problem (one choice per node, at the least total cost) that decides in which layout a
-    value is produced. ``variable``: the index of this node in the problem. ``layouts``: the layout of the value under
-    each choice of the node.
-    """
+    """The node of the assignment problem (one choice per node at minimum cost) that decides in which layout a value is
+    produced. ``variable``: the index of this node in the problem. ``layouts``: the layout of the value under each
+    choice of the node."""
 
     variable: int
     layouts: tuple[Layout, ...]
@@ -227,10 +225,9 @@ class Source:
 
 @dataclass(frozen=True)
 class Asker:
-    """A node of the assignment problem (one choice per node, at the least total cost) that decides in which layouts a
-    value is read. ``variable``: the index of this node in the problem. ``layouts``: for each choice of the node, the
-    set of layouts in which it needs the value.
-    """
+    """A node of the assignment problem (one choice per node at minimum cost) that decides in which layouts a value is
+    read. ``variable``: the index of this node in the problem. ``layouts``: for each choice of the node, the set of
+    layouts in which it needs the value."""
 
     variable: int
     layouts: tuple[frozenset[Layout], ...]
@@ -245,13 +242,12 @@ def add_reshard_costs(
     askers: Sequence[Asker],
     weight: float,
 ) -> None:
-    """Add to ``builder`` the nodes and edges that price the changes of layout of one value between the node that
-    produces it, ``source``, and the nodes that read it, ``askers``.
+    """Add to ``builder`` the nodes and edges that price the changes of layout of one value between ``source``, the node
+    that produces it, and ``askers``, the nodes that read it.
 
     ``reshards``: the costs of changes of layout. ``name``: a text for error messages. ``value``: (shape and dtype of
-    the value, whether it has a gradient). ``weight``: the factor on all costs, which is how many calls execute the
-    block (such as a layer) of the value.
-    """
+    the value, whether it has a gradient). ``weight``: the factor on all costs: the number of calls that execute the
+    block (such as a layer) of the value."""
     conversions = reshards.find_conversions(value, source.layouts, [asker.layouts for asker in askers])
     cost, wants = weight * conversions.cost, conversions.wants
     if len(askers) == 1:
@@ -288,12 +284,11 @@ def _mask_to_infinite_cost(mask: NDArray[Any] | np.bool_) -> Table:
 def _list_available_layout_sets(cost: Table, most: int) -> tuple[NDArray[np.intp], NDArray[np.bool_]] | None:
     """List the ways to provide a value to several readers: the value is produced in one layout and converted to a set
     of others. Return two arrays with one entry for each way: the index of the layout in which the value is produced,
-    and a mask of the layouts in which the value can then be read: the layouts of the set, and all layouts to which a
-    conversion costs nothing. Return ``None`` if there are more than 400 ways.
+    and a mask of the layouts in which the value can then be read (the set, and all layouts to which a conversion costs
+    nothing). Return ``None`` if there are more than 400 ways.
 
     ``cost``: cost of each conversion, indexed (layout in which the value is produced, layout in which it is read).
-    ``most``: the largest number of layouts that all readers together may need at once.
-    """
+    ``most``: the largest number of layouts that all readers together may need at once."""
     count = 0
     for row in cost:
         costly = int(((row > 0) & np.isfinite(row)).sum())
@@ -323,15 +318,15 @@ def _connect_by_target(
     asked_of: Sequence[NDArray[np.intp]],
 ) -> None:
     """Add nodes to the problem ``builder`` that price the conversions of a value: one node for each layout in which the
-    value is read, with the choices (not available, available). The alternative, one node with a choice for each set of
-    layouts, is not used here because there are too many sets. ``source``: the node that produces the value. ``askers``:
-    the nodes that read it.
+    value is read, with the choices (not available, available). This is used if there are too many sets of layouts for
+    one node with a choice for each set. ``source``: the node that produces the value. ``askers``: the nodes that read
+    it.
 
     ``cost``: cost of each conversion, indexed (layout in which the value is produced, layout in which it is read).
     ``made_of``: for each choice of ``source``, the index of the layout that it produces. ``wants``: for each of
-    ``askers``, one mask of layouts for each distinct set of layouts that it may need. ``asked_of``: for each of
-    ``askers``, the index of its set for each of its choices. ``name``: a text for error messages.
-    """
+    ``askers``, a boolean array ``[sets, layouts]``: for each distinct set of layouts that it may need, which layouts
+    are in it. ``asked_of``: for each of ``askers``, the index of its set for each of its choices. ``name``: a text for
+    error messages."""
     for target in range(cost.shape[1]):
         node = builder.add(f"{name}, layout {target}", np.zeros(2))
         table = np.stack([np.zeros(len(cost)), cost[:, target]], axis=1)

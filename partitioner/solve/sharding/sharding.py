@@ -1,12 +1,12 @@
 """Choose a layout for every value and a strategy for every operator on one mesh axis, at the least expected time.
 
 The folded model (calls of blocks, where equal layers share one block) becomes a pairwise assignment problem: one choice
-per node, at the least total cost of nodes and edges (``partitioner/solve/pairwise/assignment.py``).
+per node, at the minimum sum of node costs and edge costs (``partitioner/solve/pairwise/assignment.py``).
 
-- A node for each operator: its choices are its strategies; its cost is the seconds of computation, forward and
-  backward, times the number of calls.
-- A node for each value with several readers: its choices are pairs (layout produced, layouts made from it); its cost is
-  the seconds of the changes of layout, each counted once.
+- A node for each operator: its choices are its strategies (layouts of operands and results); its cost is the seconds of
+  computation, forward and backward, times the number of calls.
+- A node for each value with several readers: its choices are pairs (layout produced, layouts to which it is converted);
+  its cost is the seconds of the changes of layout, each counted once.
 - A node for the values between calls: its choices are ``S(d)`` (sharded on dim d) or ``R`` (replicated); its cost is
   the seconds of keeping and sending them.
 - A node for parameters and buffers (states): its choices are ``S(d)``, ``R`` or ``R'`` (replicated, with a partial sum
@@ -14,8 +14,7 @@ per node, at the least total cost of nodes and edges (``partitioner/solve/pairwi
 
 A value with one reader is an edge whose table has the costs of the changes of layout. Values between calls, or states,
 that must share a layout because they pass through the same port (input, state or output) of a repeated block are one
-node. All block types are solved together.
-"""
+node. All block types are solved together."""
 
 from __future__ import annotations
 
@@ -78,18 +77,19 @@ class ShardingCosts(Protocol):
     def state(self, spec: TensorSpec, layout: Layout, num_ranks: int) -> float:
         """Return the cost of keeping a parameter or buffer in ``layout``. Under ``R'`` (replicated with a partial-sum
         gradient) it includes the all-reduce of the gradient, which occurs once per step. The unit is the same for all
-        methods of this class, such as seconds per microbatch. ``spec``: its whole shape and its dtype. ``num_ranks``:
-        size of the mesh axis over which the model is sharded."""
+        methods of this class, such as seconds per microbatch. ``spec``: whole shape and dtype of the parameter or
+        buffer. ``num_ranks``: size of the mesh axis over which the model is sharded."""
 
     def boundary(self, spec: TensorSpec, layout: Layout) -> float:
         """Return the cost of keeping or sending a tensor between blocks (such as layers) in ``layout``. The unit is the
-        same for all methods of this class, such as seconds per microbatch. ``spec``: its whole shape and its dtype."""
+        same for all methods of this class, such as seconds per microbatch. ``spec``: whole shape and dtype of the
+        tensor."""
 
 
 @dataclass(frozen=True)
 class ShardingSolution:
-    """The layouts and strategies that the solver chose on one mesh axis. A strategy is a way to run an operator on the
-    ranks: the layouts of its operands and results.
+    """The layouts of tensors, and the strategies of operators (layouts of their operands and results), that the solver
+    chose on one mesh axis.
 
     ``axis``, ``num_ranks``: name and size of the mesh axis. ``blocks``: name of a block (such as a layer) -> strategies
     and layouts. ``values`` (tensors that pass between blocks) and ``states`` (parameters and buffers): name -> layout.
@@ -97,8 +97,7 @@ class ShardingSolution:
     lower bound on the cost of any sharding. ``matmul_sharded``: the fraction of the matrix-multiply FLOPs that is
     divided over the ranks. ``without_rule``: operator name -> fraction of compute time, for operators that have no
     sharding rule and therefore cannot be sharded. ``seconds``: time that the solver took. ``num_choices``: number of
-    choices of the assignment problem (one choice per node, at the least total cost).
-    """
+    choices of all nodes of the assignment problem (one choice per node at minimum cost)."""
 
     axis: str
     num_ranks: int
@@ -126,17 +125,16 @@ def solve_sharding(
     allowed: Allowed | None = None,
     time_limit_s: float = 60.0,
 ) -> ShardingSolution:
-    """Return the cheapest sharding of ``model`` over ``num_ranks`` ranks of ``axis``: layouts of tensors and strategies
-    of operators. A strategy is a way to run an operator on the ranks: the layouts of its operands and results. Unless
-    ``rules`` name the loss, it is a partial sum on the axis ``data`` and replicated on other axes. On ``data``,
-    parameters and buffers are not sharded, and tensors between blocks may be partial sums.
+    """Return the cheapest sharding of ``model`` over ``num_ranks`` ranks of ``axis``: a layout for each tensor, and a
+    strategy (layouts of operands and results) for each operator. Unless ``rules`` name the loss, the loss is a partial
+    sum on the axis ``data`` and replicated on other axes. On ``data``, parameters and buffers are not sharded, and
+    tensors between blocks may be partial sums.
 
     ``model``: the model as calls of blocks; equal layers share one block. ``costs``: prices of the choices. ``rules``:
     layouts that the caller fixes. ``allowed``: function of an operator and a strategy that says whether the operator
     may be run in this way; ``None`` allows all. ``time_limit_s``: seconds for the solver. Raises :class:`ShardingError`
-    if a name is unknown, or the rules exclude every sharding, and :class:`AssignmentTimeLimitError` if no sharding was
-    found in time.
-    """
+    if a name is unknown, or if the rules exclude every sharding, and :class:`AssignmentTimeLimitError` if no sharding
+    was found in time."""
     rules = _complete_layout_rules(model, axis, rules)
     if num_ranks == 1:
         return whole_sharding(model, axis, costs)
@@ -146,18 +144,16 @@ def solve_sharding(
 def sharding_problem(
     model: FoldedModel, axis: str, num_ranks: int, costs: ShardingCosts, rules: LayoutRules = FREE_LAYOUTS
 ) -> ShardingProblem:
-    """Return the problem of finding the cheapest sharding of ``model``, for two or more ranks. ``axis``: name of the
-    mesh axis, such as ``"tp"``. ``num_ranks``: its size. ``costs``: prices of the choices. ``rules``: layouts fixed by
-    the caller. ``model``: the model as calls of blocks; equal layers share one block.
-    """
+    """Return the problem of finding the cheapest sharding of ``model``, for two or more ranks. ``axis``, ``num_ranks``:
+    name (such as ``"tp"``) and size of the mesh axis. ``costs``: prices of the choices. ``rules``: layouts fixed by the
+    caller. ``model``: the model as calls of blocks; equal layers share one block."""
     return ShardingProblem(model, axis, num_ranks, costs, _complete_layout_rules(model, axis, rules))
 
 
 def _complete_layout_rules(model: FoldedModel, axis: str, rules: LayoutRules) -> LayoutRules:
-    """Return ``rules``, layouts that the caller fixed, together with those that the mesh axis ``axis`` requires: of the
-    loss, and on the axis ``data`` also of parameters, buffers and tensors between blocks (such as layers). ``model``:
-    the model to shard, as calls of blocks. Raise ``ShardingError`` if a name is not in the model.
-    """
+    """Return ``rules``, layouts that the caller fixed, together with the layouts that the mesh axis ``axis`` requires:
+    of the loss, and on the axis ``data`` also of parameters, buffers and tensors between blocks (such as layers).
+    ``model``: the model to shard, as calls of blocks. Raises ``ShardingError`` if a name is not in the model."""
     outputs = dict(rules.outputs)
     if model.loss is not None:
         outputs.setdefault(model.loss, (PARTIAL,) if axis == DATA else (REPLICATED,))
@@ -167,15 +163,14 @@ def _complete_layout_rules(model: FoldedModel, axis: str, rules: LayoutRules) ->
 
 
 class ShardingProblem:
-    """The pairwise assignment problem (one choice per node, least total cost) of sharding a model over one mesh axis.
-    It can be solved several times, each with other strategies allowed. A strategy is a way to run an operator on the
+    """The pairwise assignment problem (one choice per node at minimum cost) of sharding a model over one mesh axis. It
+    can be solved several times, each time with other strategies allowed. A strategy is a way to run an operator on the
     ranks: the layouts of its operands and results.
 
     Most nodes are operators, whose choices are strategies, and tensors, whose choices are layouts. ``axis``,
     ``num_ranks``: name and size of the mesh axis. ``costs``: prices of strategies and layouts. ``rules``: layouts that
     the caller fixed. ``model``: the model to shard. ``possible``: function of an operator and a strategy that says
-    whether the problem contains the strategy; ``None``: it contains all.
-    """
+    whether the problem contains the strategy; ``None``: it contains all."""
 
     def __init__(
         self,
@@ -213,8 +208,8 @@ class ShardingProblem:
                 self._connect_value_readers(name, value)
 
     def weigh_block(self, name: str) -> float:
-        """Return how often the model calls the block (such as a layer) with this ``name``. The costs of one call are
-        multiplied by it."""
+        """Return how often the model calls the block (such as a layer) with this ``name``, as the factor on the costs
+        of one call."""
         return float(self.model.num_calls(name))
 
     def list_updates(self) -> Iterator[tuple[str, str]]:
@@ -222,18 +217,15 @@ class ShardingProblem:
         yield from self.model.updates.items()
 
     def list_port_layouts(self, block: Block, value: BlockValue, port: Port) -> tuple[int, list[Layout]]:
-        """Return the index of the node of the assignment problem (one choice per node, at the least total cost) that
-        chooses the layout of ``value``, a placeholder of ``block`` (such as a layer), and the layouts to choose from.
-        ``port``: the input, parameter or buffer of the block that the placeholder stands for.
-        """
+        """Return two values about ``value``, a placeholder of ``block`` (such as a layer): the index of the node of the
+        assignment problem (one choice per node at minimum cost) that chooses the layout of ``value``, and the layouts
+        from which it chooses. ``port``: the input, parameter or buffer of the block that the placeholder stands for."""
         return self.ports[port]
 
     def solve(self, allowed: Allowed | None = None, time_limit_s: float = 60.0) -> ShardingSolution:
-        """Return the cheapest sharding that uses only strategies for which ``allowed(operator, strategy)`` is true
-        (``None``: all). Raise ``ShardingError`` if none exists and ``AssignmentTimeLimitError`` if none is found in
-        ``time_limit_s`` seconds. A strategy is a way to run an operator on the ranks: the layouts of its operands and
-        results.
-        """
+        """Return the cheapest sharding that uses only strategies (layouts of operands and results) for which
+        ``allowed(operator, strategy)`` is true (``None``: all). Raises ``ShardingError`` if there is none, and
+        ``AssignmentTimeLimitError`` if none is found in ``time_limit_s`` seconds."""
         start = time.perf_counter()
         try:
             answer = self._solve_with_allowed(allowed, time_limit_s)
@@ -247,14 +239,13 @@ class ShardingProblem:
         return self._assignment_to_solution(answer, time.perf_counter() - start)
 
     def _solve_with_allowed(self, allowed: Allowed | None, time_limit_s: float) -> Assignment:
-        """Return the cheapest solution of this assignment problem (one choice for each node) in which operators use
-        only allowed strategies. A strategy is a way to run an operator on the ranks: the layouts of its operands and
-        results. ``allowed``: function of an operator and a strategy that says whether it is allowed; ``None`` allows
-        all. ``time_limit_s``: seconds for the solver.
+        """Return the cheapest solution of this assignment problem (one choice per node at minimum cost) in which
+        operators use only allowed strategies (layouts of operands and results). ``allowed``: function of an operator
+        and a strategy that says whether the strategy is allowed; ``None`` allows all. ``time_limit_s``: seconds for the
+        solver.
 
-        The optimum without restrictions is cached. It is returned if all of its strategies are allowed, since it is
-        then also the restricted optimum.
-        """
+        The optimum without restrictions is cached. If all of its strategies are allowed, it is also the restricted
+        optimum, and is returned."""
         problem = self.builder.problem()
         if self._best is None:
             self._best = solve_assignment(problem, time_limit_s=time_limit_s, settle=True)
@@ -271,12 +262,9 @@ class ShardingProblem:
         return solve_assignment(replace(problem, costs=costs), time_limit_s=time_limit_s, settle=True)
 
     def _add_operators(self, name: str, block: Block, values: list[BlockValue]) -> None:
-        """Add to the assignment problem (one choice per node, at the least total cost) a node for each operator of
-        ``block`` (a piece of the model, such as a layer); the choices of the node are the strategies of the operator. A
-        strategy is a way to run an operator on the ranks: the layouts of its operands and results.
-
-        ``name``: the name of the block. ``values``: the tensors in the block.
-        """
+        """Add to the assignment problem (one choice per node at minimum cost) a node for each operator of ``block`` (a
+        piece of the model, such as a layer). The choices of the node are the operator's strategies (layouts of operands
+        and results). ``name``: the name of the block. ``values``: the tensors in the block."""
         found = list_operator_strategies(values, operators_of(block), self._strategies)
         weight = self.weights[name]
         self.operators[name] = {}
@@ -293,9 +281,8 @@ class ShardingProblem:
         self.ports.update(dict.fromkeys(tie.ports, (variable, options)))
 
     def _tie_updates(self) -> None:
-        """Add edges to the assignment problem (one choice per node, at the least total cost) so that a new value of a
-        buffer, which the forward computes, gets the same layout as the buffer itself.
-        """
+        """Add edges to the assignment problem (one choice per node at minimum cost) that force a buffer and its new
+        value, which the forward computes, to have the same layout."""
         updates = list(self.list_updates())
         if not updates:
             return
@@ -320,10 +307,10 @@ class ShardingProblem:
         return state_options(self.model, tie, self.num_ranks, self.rules, trained, asked)
 
     def _connect_value_readers(self, name: str, value: BlockValue) -> None:
-        """Add the costs of converting ``value``, a tensor in a block (such as a layer), from one layout to another to
-        the assignment problem (one choice per node, at the least total cost). Each cost connects two nodes of the
-        problem: the node that decides in which layout the value is produced, and a node that decides in which layout it
-        is read. ``name``: name of the block."""
+        """Add to the assignment problem (one choice per node at minimum cost) the costs of converting ``value``, a
+        tensor in a block (such as a layer), from one layout to another. Each cost connects two nodes of the problem:
+        the node that decides in which layout the value is produced, and a node that decides in which layout it is read.
+        ``name``: name of the block."""
         block = self.model.blocks[name]
         if value.source.op == "placeholder":
             variable, options = self.list_port_layouts(block, value, _placeholder_to_port(block, value.source))
@@ -357,20 +344,17 @@ class ShardingProblem:
                 yield Asker(variable, self._asked[key])
 
     def _ties_reading(self, name: str, value: BlockValue) -> Iterator[Asker]:
-        """Yield one reader for each output of a block (such as a layer) that is the tensor ``value``. A reader is a
-        node of the assignment problem (one choice per node, at the least total cost); it chooses the layout of this
-        output, and of all tensors that must have the same layout. ``name``: name of the block.
-        """
+        """Yield one reader for each output of a block (such as a layer) that is the tensor ``value``. The reader is the
+        node of the assignment problem (one choice per node at minimum cost) that chooses the layout of the output, and
+        of all tensors that must have the same layout. ``name``: name of the block."""
         places = [p for reader in value.readers if reader.node is None for p in reader.positions]
         for variable, options in dict(self.ports[name, "output", p] for p in places).items():
             yield Asker(variable, tuple(frozenset((layout,)) for layout in options))
 
     def _assignment_to_solution(self, answer: Assignment, seconds: float) -> ShardingSolution:
-        """Convert ``answer`` to a sharding: the layout of each tensor and the strategy of each operator. A strategy is
-        a way to run an operator on the ranks: the layouts of its operands and results. ``answer``: the solution of the
-        integer program, which has one variable for each operator and for each layout to choose, and one chosen option
-        for each variable. ``seconds``: time that the solver took.
-        """
+        """Convert ``answer``, a solution of the assignment problem (for each node, the index of its choice), to a
+        sharding: the layout of each tensor, and the strategy (layouts of operands and results) of each operator.
+        ``seconds``: time that the solver took."""
         chosen = {
             name: {node: choices[answer.choice[variable]] for node, (variable, choices) in operators.items()}
             for name, operators in self.operators.items()
@@ -411,13 +395,10 @@ def _placeholder_to_port(block: Block, placeholder: fx.Node) -> Port:
 def sharded_work(
     model: FoldedModel, shardings: Mapping[str, BlockSharding], costs: ShardingCosts, num_ranks: int
 ) -> tuple[float, dict[str, float]]:
-    """Return the fraction of matrix-multiply FLOPs that is sharded, and, for operators without a sharding rule,
-    operator name -> fraction of compute time. A strategy is a way to run an operator on the ranks: the layouts of its
-    operands and results.
-
-    ``shardings``: name of a block (such as a layer) -> layouts and strategies. ``costs``: prices of the strategies.
-    ``model``: the sharded model. ``num_ranks``: the number of ranks.
-    """
+    """Return two values: the fraction of matrix-multiply FLOPs that is sharded; and, for operators without a sharding
+    rule, operator name -> fraction of compute time. ``model``: the sharded model. ``shardings``: name of a block (such
+    as a layer) -> layouts of tensors and strategies of operators. ``costs``: prices of the strategies. ``num_ranks``:
+    the number of ranks."""
     flops = sharded = total = 0.0
     unruled: dict[str, float] = {}
     for name, sharding in shardings.items():

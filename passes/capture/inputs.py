@@ -1,7 +1,5 @@
-"""Prepare the inputs of a trace.
-
-Finds sample inputs, checks them against ``forward``, and replaces tensors by fake ones of the size of the global batch.
-"""
+"""Prepare the inputs of a trace: find sample inputs, check them against ``forward``, and replace tensors by fake ones
+of the size of the global batch."""
 
 from __future__ import annotations
 
@@ -72,10 +70,8 @@ def find_plain_numbers(arguments: Bound) -> dict[str, int | float]:
 
 
 def lift_leaves(arguments: Bound, fake_copy: ParameterlessCopy) -> Bound:
-    """Return ``arguments`` with a 0-dimensional fake tensor in place of each Python number whose path, such as
-    ``options.scale``, is in ``fake_copy.numbers``.
-
-    The tensor is float64 for a float, int64 for an int.
+    """Return ``arguments`` with a 0-dimensional fake tensor (float64 for a float, int64 for an int) in place of each
+    Python number whose path, such as ``options.scale``, is in ``fake_copy.numbers``.
 
     Args:
         arguments: (positional arguments, keyword arguments).
@@ -92,9 +88,8 @@ def lift_leaves(arguments: Bound, fake_copy: ParameterlessCopy) -> Bound:
 
 
 def list_forward_arguments(model: nn.Module) -> tuple[Argument, ...]:
-    """Return a record of each named parameter of the ``forward`` of ``model``, in order: its name, its default, and
-    whether it is required. ``*args`` and ``**kwargs`` are left out.
-    """
+    """Return a tuple with a record of each named parameter of the ``forward`` of ``model``, in order: its name, its
+    default, and whether it is required. ``*args`` and ``**kwargs`` are left out."""
     found = []
     for name, parameter in inspect.signature(model.forward).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -106,10 +101,11 @@ def list_forward_arguments(model: nn.Module) -> tuple[Argument, ...]:
 
 
 def split_inputs(model: nn.Module | ExportedProgram, inputs: Any) -> Bound:
-    """Return ``inputs`` as (positional arguments, keyword arguments).
+    """Return ``inputs`` as (positional arguments, keyword arguments). If ``inputs`` is ``None``, return the sample
+    inputs of ``model``, a module or an exported program.
 
-    ``None`` stands for the sample inputs of ``model``, a module or an exported program. Raises :class:`InputsError` if
-    there are none, or if ``inputs`` is neither a tensor, a tuple, a list nor a mapping.
+    Raises :class:`InputsError` if ``inputs`` is ``None`` and there are no sample inputs, or if ``inputs`` is neither a
+    tensor, a tuple, a list nor a mapping.
     """
     if any(isinstance(part, PackedSequence) for part in pytree.tree_leaves(inputs, is_leaf=_is_packed)):
         raise InputsError(
@@ -136,8 +132,8 @@ def _is_packed(tree: Any) -> bool:
 
 
 def _read_example_inputs(program: ExportedProgram) -> Bound:
-    """Return the (positional, keyword) arguments with which ``program`` was exported. Raise :class:`InputsError` if it
-    has none."""
+    """Return the (positional, keyword) arguments with which ``program`` was exported. Raise :class:`InputsError` if the
+    program does not contain them."""
     if program.example_inputs is None:
         raise InputsError("the ExportedProgram carries no example inputs: pass inputs=")
     args, kwargs = program.example_inputs
@@ -145,10 +141,8 @@ def _read_example_inputs(program: ExportedProgram) -> Bound:
 
 
 def _get_dummy_inputs(model: nn.Module) -> dict[str, Any]:
-    """Return the sample inputs that ``model`` offers if it is a Hugging Face model, as keyword arguments.
-
-    Raises :class:`InputsError` if it has none.
-    """
+    """Return the sample inputs of ``model``, a Hugging Face model, as keyword arguments. Raises :class:`InputsError` if
+    ``model`` has none."""
     config, main = getattr(model, "config", None), getattr(model, "main_input_name", None)
     accepted = inspect.signature(model.forward).parameters
     size = getattr(config, "image_size", None)
@@ -188,9 +182,10 @@ def make_fake_arguments(
     """Return ``tree``, a pytree of arguments of forward, with each tensor replaced by a fake tensor, which has a shape
     but no values.
 
-    The batch dim of each is enlarged to ``global_batch`` samples, and floating-point tensors are cast to ``dtype``. For
-    both, ``None`` changes nothing. Raises :class:`InputsError` if ``global_batch`` is given and no tensor has a dim.
-    ``fake_copy``: the copy of the model whose fake tensor mode is used.
+    ``global_batch``: the number of samples to which the batch dim of each tensor is enlarged; ``None`` keeps its size.
+    ``dtype``: the dtype to which floating-point tensors are cast; ``None`` keeps their dtypes. ``fake_copy``: the copy
+    of the model whose fake tensor mode is used. Raises :class:`InputsError` if ``global_batch`` is given and no tensor
+    has a dim.
     """
     leaves, spec = pytree.tree_flatten(tree)
     sample = sample_batch(leaves)
@@ -206,13 +201,13 @@ def make_fake_arguments(
 
 
 def unwrap_numpy_number(value: Any) -> Any:
-    """Return ``value`` as a Python number or boolean if it is one of NumPy; otherwise return it unchanged."""
+    """Return a NumPy number or boolean ``value`` as a Python number or boolean. Any other value is returned unchanged."""
     return value.item() if isinstance(value, np.number | np.bool_) else value
 
 
 def sample_batch(leaves: list[Any]) -> int | None:
-    """Return the number of samples in a batch: the size of the first dim of the first tensor among ``leaves`` that has
-    a dim; ``None`` if there is no such tensor. ``leaves``: the values in the arguments of forward, in order."""
+    """Return the number of samples in a batch: the size of the first dim of the first tensor that has a dim. Return
+    ``None`` if there is no such tensor. ``leaves``: the values in the arguments of forward, in order."""
     return next((int(leaf.shape[0]) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
 
 
@@ -242,10 +237,10 @@ def enlarge_batch_shape(tensor: Tensor, sample: int | None, global_batch: int | 
 
 
 def _add_labels(fake_copy: ParameterlessCopy, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return ``kwargs`` with fake ``labels`` if the model then returns a loss, otherwise ``kwargs`` unchanged.
+    """If forward returns a loss when it gets ``labels``, return ``kwargs`` with fake ``labels``; otherwise return
+    ``kwargs`` unchanged. One label for each token is tried first, then one for each sample.
 
-    One label for each token is tried first, then one for each sample. ``kwargs``: keyword arguments of forward.
-    ``fake_copy``: a copy of the model with fake parameters.
+    ``kwargs``: keyword arguments of forward. ``fake_copy``: a copy of the model with fake parameters.
     """
     if "labels" not in inspect.signature(fake_copy.module.forward).parameters or "labels" in kwargs:
         return kwargs

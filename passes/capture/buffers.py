@@ -240,10 +240,8 @@ def find_state_aliases(model: nn.Module) -> list[StateAlias]:
 @contextmanager
 def _hide_assignments_from_export() -> Iterator[None]:
     """Return a context in which torch.export does not observe assignments to buffers of the outermost module.
-
-    If it did, it would copy the assigned values into the buffers one after the other. This would be wrong if the new
-    value of one buffer is the old value of another.
-    """
+    Otherwise, torch.export would copy the assigned values into the buffers one after the other, which would be wrong if
+    the new value of one buffer is the old value of another."""
     hooks = nn_module._global_buffer_registration_hooks
     others = {
         number: hook for number, hook in hooks.items() if not getattr(hook, "__module__", "").startswith("torch.")

@@ -174,8 +174,8 @@ def _warn_of_unrolled_loops(captured: Captured) -> None:
 
 
 def find_batch_dims(model: nn.Module | ExportedProgram, inputs: Inputs) -> tuple[int, dict[str, int | None]]:
-    """Return the number of samples in ``inputs``, and for each input tensor, by path, the index of its batch dim
-    (``None`` if it has none).
+    """Return (number of samples in ``inputs``, dict: path of an input tensor -> index of its batch dim). The index is
+    ``None`` for a tensor without a batch dim.
 
     Raises :class:`InputsError` if no input has a batch dim. ``model``: gives the sample inputs if ``inputs`` is
     ``None``.
@@ -189,14 +189,15 @@ def find_batch_dims(model: nn.Module | ExportedProgram, inputs: Inputs) -> tuple
 def _choose_cache_use(
     model: nn.Module, fake_copy: ParameterlessCopy, arguments: Bound, dtype: torch.dtype | None
 ) -> tuple[ParameterlessCopy, tuple[str, ...]]:
-    """Decide whether ``model`` is traced with its generation (key/value) caches. Return two values: the copy of the
-    model with fake parameters that is to be traced, and notes for the user (a tuple of texts).
+    """Decide whether ``model`` is traced with its generation (key/value) caches. Return (copy of the model with fake
+    parameters that is to be traced, tuple of notes for the user).
 
     Caches stay on only if the result of forward depends on them. To find this out, forward is run without a trace.
 
     Args:
-        fake_copy: a copy of the model with fake parameters and with the caches off. The copy is returned itself if the
-            model has no caches.
+        fake_copy: a copy of the model with fake parameters and with the caches off. If the model has no caches, this
+          copy
+            is returned.
         arguments: (positional arguments, keyword arguments) of forward.
         dtype: the dtype to which floating-point tensors are cast; ``None`` keeps their dtypes.
     """

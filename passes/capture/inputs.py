@@ -38,10 +38,9 @@ def bind_inputs(
     dtype: torch.dtype | None,
     with_labels: bool,
 ) -> Bound:
-    """Return (positional arguments, keyword arguments) for the forward of a copy of the model, with fake tensors.
-
-    The batch dim of each tensor has ``global_batch`` elements. Raises :class:`InputsError` if there are no inputs or
-    forward does not accept them.
+    """Return (positional arguments, keyword arguments) for the forward of a copy of the model, with fake tensors whose
+    batch dim has ``global_batch`` elements. Raises :class:`InputsError` if there are no inputs or forward does not
+    accept them.
 
     Args:
         fake_copy: copy of the model with fake parameters.
@@ -49,7 +48,7 @@ def bind_inputs(
         inputs: the user's inputs; ``None`` uses the model's own dummy inputs.
         global_batch: size of the batch dim; ``None`` keeps the size of the inputs.
         dtype: dtype of floating-point inputs; ``None`` keeps their dtypes.
-        with_labels: add labels to dummy inputs if forward then returns a loss.
+        with_labels: whether labels are added to dummy inputs, if forward returns a loss when it gets labels.
     """
     args, kwargs = split_inputs(original, inputs)
     check_signature(type(original).__name__, original.forward, args, kwargs)
@@ -60,8 +59,8 @@ def bind_inputs(
 
 
 def find_plain_numbers(arguments: Bound) -> dict[str, int | float]:
-    """Return the Python ints and floats among the arguments, by their path (such as ``0`` or ``options.scale``),
-    without booleans.
+    """Return the arguments that are Python ints or floats, but not booleans, as a dict: path, such as ``0`` or
+    ``options.scale`` -> number.
 
     ``arguments``: (positional arguments, keyword arguments).
     """
@@ -212,11 +211,11 @@ def sample_batch(leaves: list[Any]) -> int | None:
 
 
 def infer_batch_dims(arguments: Bound) -> tuple[int | None, dict[str, int | None]]:
-    """Return the number of samples in the batch, and for each tensor, by path, the index of its batch dim (``None`` if
-    it has none).
+    """Return (number of samples in the batch, dict: path of a tensor -> index of its batch dim). The index is ``None``
+    for a tensor without a batch dim.
 
-    The number is the size of the first dim of the first tensor (``None`` if no tensor has a dim). A tensor's batch dim
-    is its first dim with that many elements. ``arguments``: (positional arguments, keyword arguments).
+    The number of samples is the size of the first dim of the first tensor (``None`` if no tensor has a dim). A tensor's
+    batch dim is its first dim with that many elements. ``arguments``: (positional arguments, keyword arguments).
     """
     leaves = [(path, leaf) for part in arguments for path, leaf in leaf_paths(part) if isinstance(leaf, Tensor)]
     sample = sample_batch([leaf for _, leaf in leaves])

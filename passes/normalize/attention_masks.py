@@ -1,14 +1,15 @@
 """Replace attention masks by an ``is_causal`` flag, a band or the documents of positions, so that no mask is computed.
 
-A band means that each query sees only the keys within a fixed distance before and after it. The mask is recognised by
-its values, however the model computes it, if they depend on constants only. A causal mask becomes ``is_causal``. A mask
-that hides nothing is removed. A sliding window becomes ``partition::band_attention``; a window limit of the sequence's
-length or more counts as no limit. A mask "within a band and within the same document", where documents are data,
-becomes ``partition::document_attention``, with the document of each position as an operand. So does a mask of constant
-chunks of positions, with numbers of chunks as documents. Requires: a graph in normal form.
+A band means that each query sees only the keys within a fixed distance before and after it. If a mask depends on
+constants only, it is recognised by its values, however the model computes it. A causal mask becomes ``is_causal``. A
+mask that hides nothing is removed. A sliding window becomes ``partition::band_attention``; a window limit of the
+sequence's length or more counts as no limit. A mask "within a band and within the same document", where documents are
+data, becomes ``partition::document_attention``, with the document of each position as an operand. A mask of constant
+chunks of positions becomes this operator, too, with the number of a position's chunk as its document. Requires: a graph
+in normal form.
 
 A mask function of ``flex_attention`` is evaluated on the indices of all queries and keys while the model is traced, see
-:func:`trace_flex_attention`. It gives a mask like any other.
+:func:`trace_flex_attention`. The result is a mask like any other.
 """
 
 from __future__ import annotations
@@ -80,9 +81,9 @@ def replace_mask(graph: fx.Graph, node: fx.Node, mask: Band | DocumentMask, ids:
     replacing it by an operator that computes the same without a mask. Return whether this was possible; if not,
     ``node`` is unchanged.
 
-    ``mask``: the mask's meaning: a query sees the keys in a range of positions around its own (a :class:`Band`), or the
-    keys of its own document in such a range (a :class:`DocumentMask`). ``ids``: a cache: key of a document mask -> node
-    ``[batch, positions]`` of document ids; a new one is added.
+    ``mask``: the meaning of the mask: a query sees the keys in a range of positions around its own (a :class:`Band`),
+    or the keys of its own document in such a range (a :class:`DocumentMask`). ``ids``: a cache: key of a document mask
+    -> node ``[batch, positions]`` of document ids; a new node is added to it.
     """
     if isinstance(mask, DocumentMask):
         return _replace_mask_by_documents(graph, node, mask, ids)
@@ -128,10 +129,9 @@ def _replace_mask_by_documents(
 
 
 def replace_by_band_attention(graph: fx.Graph, node: fx.Node, band: Band) -> bool:
-    """Replace the scaled dot-product attention ``node`` of ``graph``, in place, by ``partition::band_attention``.
-    Return ``False``, without a change, if the operands do not suit: they must have four dims (batch, heads, positions,
-    width) and equal batch sizes. ``band``: how many positions before and after its own a query sees.
-    """
+    """Replace the scaled dot-product attention ``node`` of ``graph``, in place, by ``partition::band_attention``, and
+    return ``True``. If the operands do not have four dims (batch, heads, positions, width) and equal batch sizes,
+    change nothing and return ``False``. ``band``: how many positions before and after its own a query sees."""
     if not is_plain_attention(node):
         return False
     arguments = (*node.args[:3], *get_band_limits(band), node.kwargs.get("scale"))
@@ -142,8 +142,8 @@ def replace_by_band_attention(graph: fx.Graph, node: fx.Node, band: Band) -> boo
 def insert_like(
     like: fx.Node, graph: fx.Graph, target: Callable[..., object], arguments: tuple[object, ...]
 ) -> fx.Node:
-    """Insert the operator ``target`` with ``arguments`` at the insertion point of ``graph``, and return its node. It
-    gets all metadata of ``like`` except the tensor, such as the modules in which it is called."""
+    """Insert the operator ``target`` with ``arguments`` at the insertion point of ``graph``, and return the new node.
+    The node gets all metadata of ``like`` except the tensor, such as the modules in which it is called."""
     made = insert_operator_node(graph, target, arguments)
     made.meta.update({key: value for key, value in like.meta.items() if key != "val"})
     return made

@@ -187,7 +187,7 @@ class MaskEvaluator(ConstantEvaluator):
 
 
 def _align_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return ``sizes``, the shape of a tensor, without dims of size 1 in front, but with two dims at least."""
+    """Return the shape ``sizes`` without leading dims of size 1, but with at least two dims."""
     found = [1, 1, *sizes]
     while len(found) > 2 and found[0] == 1:
         found = found[1:]

@@ -41,12 +41,12 @@ from partitioner.passes.ops.scored_attention import scored_ops
 
 
 class PairDims(NamedTuple):
-    """The dims by which a mask condition such as ``ids[query] == ids[key]`` reads a tensor. It compares the element at
-    a query's position with the element at a key's position.
+    """The dims by which a mask condition such as ``ids[query] == ids[key]`` reads a tensor. The condition compares the
+    element at a query's position with the element at a key's position.
 
     ``position``: the index of the tensor's dim of positions. ``batch``: the index of its dim of batch rows; ``None`` if
-    all rows read the same elements. ``span``: the first position that is read, and the one after the last; ``None`` for
-    all of them.
+    all rows read the same elements. ``span``: (first position that is read, position after the last); ``None`` for all
+    positions.
     """
 
     position: int
@@ -343,8 +343,8 @@ def insert_document_ids(graph: fx.Graph, mask: DocumentMask, rows: int) -> fx.No
 
 
 def _find_last_placeholder(graph: fx.Graph, node: fx.Node | None) -> fx.Node:
-    """Return the node of ``graph`` after which operators that read ``node`` can be inserted: ``node`` itself, or the
-    last placeholder if it is a placeholder or ``None``."""
+    """Return the node of ``graph`` after which operators that read ``node`` can be inserted: ``node`` itself, or, if
+    ``node`` is a placeholder or ``None``, the last placeholder."""
     if node is not None and node.op != "placeholder":
         return node
     placeholders: list[fx.Node] = [n for n in graph.nodes if n.op == "placeholder"]

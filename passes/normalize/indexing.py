@@ -88,10 +88,10 @@ def _reshape_unless_equal(build: Builder, flat: fx.Node, sizes: list[int]) -> fx
 
 def _reduce_bags(build: Builder, rows: fx.Node, kept: fx.Node | None, mode: int) -> fx.Node:
     """Return the node of the sum (``mode`` 0), mean (1) or maximum (2) of ``rows`` ``[bags, size, width]`` over dim 1.
-    A bag in which no row counts gives 0.
+    A bag without counted rows gives 0.
 
-    ``build``: appends operators to the graph. ``kept``: a node ``[bags, size]``, true for the rows that count; ``None``
-    means all.
+    ``build``: appends operators to the graph. ``kept``: a node ``[bags, size]``, true for the rows that are counted;
+    ``None`` means all.
     """
     left_out = None
     if kept is not None:

@@ -181,7 +181,7 @@ class SumComparison:
         return SumComparison(self.compare, self.total.map_tensors(move))
 
 
-# A condition may also be a boolean tensor, all of whose elements count.
+# A condition may also be a boolean tensor, true where the condition holds.
 Condition = Comparison | DataComparison | SumComparison | Tensor
 
 
@@ -201,11 +201,11 @@ class ConditionalValue:
     is_bound: bool = False
 
 
-# What is known of a tensor: its elements, with size 1 in constant dims; conditions that must all hold; a choice between
-# two numbers by conditions; or from which elements of a data-dependent tensor its elements are copied.
+# What is known of a tensor: its elements, with size 1 in constant dims; conditions that must all hold; one number where
+# conditions hold and another elsewhere; or from which elements of a data-dependent tensor its elements are copied.
 Value = Tensor | tuple[Condition, ...] | ConditionalValue | GatheredValue
 
-MASKED = -6e4  # hiding a score adds at most this, usually the type's lowest number or -inf
+MASKED = -6e4  # a mask hides a score by adding at most this; usually it adds the dtype's lowest number or -inf
 
 
 _DEPTH = 12  # most operators in a row that are compared

@@ -42,7 +42,7 @@ def rewrite_native_dropout(build: Builder, x: fx.Node, p: float, train: bool | N
     not zeroed.
 
     ``build``: appends operators to the graph. ``p``: the probability of zeroing an element. ``train``: whether dropout
-    is on; ``None`` means that it is. If it is off or ``p`` is 0, the result is ``x`` and the mask is true everywhere.
+    is on; ``None`` means true. If dropout is off or ``p`` is 0, the result is ``x`` and the mask is true everywhere.
     """
     if train is False or p == 0:
         return x, build(aten.ones_like.default, x, dtype=torch.bool, device=META)

@@ -98,9 +98,10 @@ def rewrite_split(build: Builder, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
 def rewrite_padding(
     build: Builder, x: fx.Node, pads: list[int], mode: str = "constant", value: float | None = None
 ) -> Any:
-    """Rewrite padding of ``x`` with a constant as ``constant_pad_nd``, and return its node; return ``KEEP`` (the
-    operator stays) if ``mode`` is not ``constant``. ``build``: appends operators to the graph. ``pads``: numbers of
-    elements to add before and after each dim, from the last dim on. ``value``: the constant; ``None`` means 0."""
+    """Rewrite padding of ``x`` with a constant as ``constant_pad_nd``, and return its node. If ``mode`` is not
+    ``constant``, return ``KEEP`` (the operator stays). ``build``: appends operators to the graph. ``pads``: how many
+    elements to add before and after each dim, as pairs in one flat list, beginning with the last dim. ``value``: the
+    constant; ``None`` means 0."""
     if mode != "constant":
         return KEEP
     fill = value if value is not None else 0

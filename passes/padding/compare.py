@@ -19,7 +19,11 @@ _SIZED = frozenset(
 )
 # attentions in which a query sees keys in a range of positions around its own
 BANDED_ATTENTIONS = ("partition::band_attention", "partition::document_attention", "partition::scored_attention")
-_END = {"slice": 3, "slice_copy": 3, "slice_scatter": 4}  # position of the argument for the end, which may be a size
+_END = {
+    "slice": 3,
+    "slice_copy": 3,
+    "slice_scatter": 4,
+}  # operator -> position of its argument ``end``, which may be a size
 
 
 def get_operator_name(node: fx.Node) -> str:

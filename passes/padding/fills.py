@@ -21,7 +21,7 @@ CASTS = frozenset(("to", "_to_copy", "type_as"))
 POINTWISE = frozenset(
     (*NONLINEAR, *LINEAR, *CASTS, "add", "sub", "rsub", "mul", "div", "where", "masked_fill", "clamp", "min", "max")
 )
-NEGATIVE = -1e30  # a score at or below it has no weight in a softmax beside any other
+NEGATIVE = -1e30  # in a softmax, a score of at most this gets no weight beside any other score
 
 _ZERO = frozenset(("mul", "bitwise_and", "logical_and", "__and__"))
 _ONE = frozenset(("bitwise_or", "logical_or", "__or__"))

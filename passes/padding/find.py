@@ -34,9 +34,9 @@ from partitioner.passes.padding.values import DimPart, PaddedValue, find_created
 from partitioner.passes.rules.attention import find_attention_band
 from partitioner.passes.rules.factors import operands_of
 
-_MAX_COMBINATIONS = 64  # combinations of numbers that are tried
+_MAX_COMBINATIONS = 64  # most combinations of numbers that are tried
 
-Fills = Mapping[str, float | None]  # path of an input -> the number in its new places; None: those of the last place
+Fills = Mapping[str, float | None]  # path of an input -> value of its padded elements; None: a copy of the last
 
 
 class KeyHiding(NamedTuple):
@@ -80,7 +80,7 @@ def find_axis_padding(main: Captured, other: Captured, dims: Mapping[str, int], 
     the index of its dim along the axis. ``sizes``: the two batch sizes, in elements along the axis.
     """
     aligned = align_graphs(main, other)
-    if aligned is None:  # the window of an attention is no limit in a shorter sequence, and is not written there
+    if aligned is None:  # in a shorter sequence, the window of an attention is no limit and was removed
         aligned = align_graphs(*map(_write_bands, (main, other)))
     if aligned is None:
         return AxisPadding(
@@ -97,7 +97,7 @@ def find_axis_padding(main: Captured, other: Captured, dims: Mapping[str, int], 
             fault = _explain_hiding(main, hiding)
             return AxisPadding(dict(fills), _find_output_dims(main, values), fault, hiding)
         faults.append(fault)
-    return AxisPadding(fault=faults[-1])  # that of the last attempt, which leaves out the most numbers
+    return AxisPadding(fault=faults[-1])  # the fault of the last attempt, which pads all inputs with numbers
 
 
 def _write_bands(captured: Captured) -> Captured:

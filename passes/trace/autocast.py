@@ -124,8 +124,8 @@ without_autocast = _disable_torch_autocast
 
 
 def _read_autocast_request(device: str | None) -> Asked | None:
-    """Return (device type, dtype) of autocast if it is on for the device type ``device``, such as ``"cuda"``; ``None``
-    if it is off, or if ``device`` is ``None``."""
+    """If autocast is on for the device type ``device``, such as ``"cuda"``, return (device type, dtype) of autocast. If
+    autocast is off or ``device`` is ``None``, return ``None``."""
     if device is None or not torch.is_autocast_enabled(device):
         return None
     return device, torch.get_autocast_dtype(device)
@@ -254,7 +254,7 @@ def _observe_operand_cast(func: Any, arguments: list[Any], tree: pytree.TreeSpec
     """Return the dtype to which autocast casts the operands of the operator ``func``; ``None`` for no cast. It is found
     by experiment: with operands cast to this dtype by hand and autocast off, the operator runs the same operators on
     the same dtypes as with autocast on. These are tried in order: ``None``, the dtype of the autocast region, float32.
-    If no one matches, return the constant ``_DECOMPOSE``.
+    If none of them matches, return the constant ``_DECOMPOSE``.
 
     Args:
         func: the operator.

@@ -307,8 +307,8 @@ class ParkedParameterError(NotEquivalent):
 
 class _ParkedParameterDict(dict[str, Any]):
     """Empty dict that replaces the ``_parameters`` of a module whose parameters are removed while the model is traced.
-    While the model's forward runs, it raises :class:`ParkedParameterError` if it is listed or if a removed parameter is
-    looked up.
+    While the model's forward runs, listing this dict or looking up a removed parameter raises
+    :class:`ParkedParameterError`.
 
     ``names``: the names of the removed parameters. ``running``: returns whether the model's forward runs.
     """

@@ -520,7 +520,8 @@ def _check_same_spec(description: str, tensor: Tensor, value: Tensor, in_float64
 
 
 def _get_node(tensor: Tensor) -> fx.Node | None:
-    """Return the node that computes ``tensor`` in the graph of the active trace; ``None`` if the tensor is not traced."""
+    """Return the node that computes ``tensor`` in the graph of the active trace; ``None`` if ``tensor`` is not traced,
+    or if no trace is active."""
     mode = get_proxy_mode()
     slot = get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
     return slot.proxy.node if slot is not None else None

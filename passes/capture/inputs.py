@@ -200,7 +200,7 @@ def make_fake_arguments(
 
 
 def unwrap_numpy_number(value: Any) -> Any:
-    """Return a NumPy number or boolean ``value`` as a Python number or boolean. Any other value is returned unchanged."""
+    """Return a NumPy number or boolean ``value`` as a Python number or boolean, and any other value unchanged."""
     return value.item() if isinstance(value, np.number | np.bool_) else value
 
 

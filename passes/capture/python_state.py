@@ -390,7 +390,7 @@ def _get_plain_number(value: Any) -> int | float | None:
 
 # --- generators -------------------------------------------------------------------------------------------------------
 def _get_generator_state(generator: Any) -> Any:
-    """Return the state of a random generator of Python or NumPy; ``None`` if ``generator`` is not a random generator."""
+    """Return the state of a random generator of Python or NumPy; ``None`` if ``generator`` is something else."""
     if generator is random or (isinstance(generator, random.Random) and type(generator) is not random.SystemRandom):
         return generator.getstate()
     if generator is np.random:

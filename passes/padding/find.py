@@ -1,4 +1,4 @@
-"""Find how the inputs of a model may be padded along one axis of the batch, so that the model's results do not change."""
+"""Find how the inputs of a model may be padded along one axis of the batch without changing the model's results."""
 
 from __future__ import annotations
 

@@ -264,7 +264,7 @@ def _bound_remainders(node: fx.Node) -> int | None:
 
 
 def _find_sum_bound(node: fx.Node) -> int | None:
-    """Return an integer that is greater than all elements of the addition ``node``; ``None`` if no such bound is known."""
+    """Return an integer greater than all elements of the addition ``node``; ``None`` if no such bound is known."""
     first, second = map(_bound_by_origin, node.args[:2])
     plain = not node.kwargs and len(node.args) == 2
     return first + second - 1 if plain and first is not None and second is not None else None

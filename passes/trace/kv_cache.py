@@ -268,7 +268,7 @@ class _TensorNamingMode(TorchFunctionMode):
         return fake
 
     def _record_same_numbers(self, result: Tensor, source: Tensor) -> None:
-        """Give the tensor ``result`` the integer identifier of the tensor ``source``, because both have equal values."""
+        """Give the tensor ``result`` the identifier of the tensor ``source``, because both have equal values."""
         if id(result) not in self._by_id:
             self._held.append(result)
             self._by_id[id(result)] = self.get_id(source)

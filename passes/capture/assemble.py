@@ -65,13 +65,13 @@ def assemble_program_graph(
 
     Args:
         program: a program whose graph has no sub-graphs and no operators that write in place.
-        canonical: maps every name of a state to the one name that is used for it; tied weights have several names.
+        canonical: name of a state -> the one name that is used for this state; tied weights have several names.
         with_loss: whether the last result of the program is the loss.
         parity: 0 or 1 to build the graph as if no row (token) had chosen an expert with an even (0) or odd (1)
-            number: the masks of these experts' rows become masks of zeros. This is done for masks that a loop over
-            experts reads, and for masks that were listed at one of the places ``decided``. ``None`` keeps all masks.
-        decided: places in the trace, numbered from 1, where forward listed an expert's rows and branched on whether
-            there are any.
+            number: the masks of the rows that chose such an expert become masks of zeros. This is done for masks that a
+            loop over experts reads, and at the places ``decided``. ``None`` keeps all masks.
+        decided: places in the trace, numbered from 1, where forward computed the indices of an expert's rows and
+            branched on whether there are any.
         numbers: path -> value, for the inputs that are Python numbers and that the graph reads as 0-dimensional
             tensors; ``None`` if there are none.
     """
@@ -135,8 +135,8 @@ def assemble_program_graph(
 
 
 def _get_kind(value: int | float | None) -> Literal["int", "float"] | None:
-    """Return the name of the Python type of ``value``, an input of the model: ``"int"`` or ``"float"``. Return ``None``
-    if ``value`` is ``None``, which stands for an input that is a tensor."""
+    """Return the name of the Python type of ``value``, an input of the model that is a number: ``"int"`` or
+    ``"float"``. Return ``None`` if ``value`` is ``None``, that is, if the input is a tensor."""
     if value is None:
         return None
     return "float" if isinstance(value, float) else "int"
@@ -148,11 +148,11 @@ def _copy_selected_rows(
     """Copy ``node``, an operator whose operands have only the rows that a boolean mask selects (``x[mask]``), to the
     new graph, and return the copy.
 
-    The number of selected rows depends on the data, so the copy works on all rows, selected or not. Raise
+    The number of selected rows depends on the data, so the copy computes all rows, selected or not. Raise
     :class:`UnsupportedError` if this is not possible for the operator.
 
-    ``selected``: the rewriter that makes the copy and stores the mask of its rows. ``env``: maps nodes of the program
-    to nodes of the new graph. ``classes``: receives the class names of the node's modules, by module path.
+    ``selected``: the rewriter that makes the copy and stores the mask of its rows. ``env``: node of the program -> node
+    of the new graph. ``classes``: a dict, module path -> class name, to which the node's modules are added.
     """
     try:
         return selected.copy_node(node, env, _find_model_location(node, classes))
@@ -173,9 +173,8 @@ def _copy_selected_rows(
 
 
 def _make_placeholder(graph: fx.Graph, node: fx.Node, spec: TensorSpec) -> fx.Node:
-    """Append a placeholder to ``graph`` with the name of ``node`` and a meta tensor of the shape and dtype ``spec``;
-    return it.
-    """
+    """Append a placeholder to ``graph`` with the name of ``node`` and a meta tensor of the shape and dtype ``spec``,
+    and return the placeholder."""
     made = graph.create_node("placeholder", node.name, name=node.name)
     made.meta["val"] = spec.meta()
     return made
@@ -187,8 +186,7 @@ def _to_meta(argument: Any) -> Any:
 
 def _build_tensor_spec(node: fx.Node) -> TensorSpec:
     """Return the shape and dtype of the result of ``node``. Raise :class:`UnsupportedError` if the shape is not
-    fixed.
-    """
+    constant."""
     value = node.meta["val"]
     _check_static(node, value)
     return TensorSpec(tuple(value.shape), value.dtype)
@@ -223,17 +221,17 @@ def _clean_meta(node: fx.Node, classes: dict[str, str]) -> dict[str, Any]:
     """Return the metadata of a copy of ``node``: its result as meta tensors (``val``), its module, its source line and
     the module calls that enclose it.
 
-    ``classes``: receives the class names of the modules, by module path.
+    ``classes``: a dict, module path -> class name, to which these modules are added.
     """
     value = pytree.tree_map(lambda v: _make_meta_value(node, v), node.meta.get("val"))
     return {"val": value, **_find_model_location(node, classes)}
 
 
 def _find_model_location(node: fx.Node, classes: dict[str, str]) -> dict[str, Any]:
-    """Return the metadata of ``node`` on its place in the model: ``path`` (its module), ``source`` (``file:line``) and
+    """Return a dict with the place of ``node`` in the model: ``path`` (its module), ``source`` (``file:line``) and
     ``stack`` (the enclosing module calls, outermost first; ``layers.0@1`` is the second call of ``layers.0``).
 
-    ``classes``: receives the class names of these modules, by module path.
+    ``classes``: a dict, module path -> class name, to which these modules are added.
     """
     stack = node.meta.get("nn_module_stack") or {}
     calls = []
@@ -249,9 +247,8 @@ def _find_model_location(node: fx.Node, classes: dict[str, str]) -> dict[str, An
 
 
 def _make_meta_value(node: fx.Node, value: Any) -> Any:
-    """Return ``value``, a result of ``node``, as a meta tensor with the same shape, strides and dtype; other values
-    unchanged.
-    """
+    """Return ``value``, a result of ``node``, as a meta tensor with the same shape, strides and dtype. A value that is
+    not a tensor is returned unchanged."""
     if not isinstance(value, Tensor):
         return value
     _check_static(node, value)
@@ -260,7 +257,7 @@ def _make_meta_value(node: fx.Node, value: Any) -> Any:
 
 def _collect_model_states(program: ExportedProgram, canonical: Mapping[str, str]) -> dict[str, ModelState]:
     """Return the parameters, buffers and constant tensors of the exported program ``program``: canonical name -> state.
-    ``canonical``: name of a state -> the name that is used for it; tied weights have several names."""
+    ``canonical``: name of a state -> the one name that is used for this state; tied weights have several names."""
     names: dict[str, list[str]] = {}
     for alias, name in canonical.items():
         names.setdefault(name, []).append(alias)
@@ -280,10 +277,8 @@ def _collect_model_states(program: ExportedProgram, canonical: Mapping[str, str]
 
 
 def _collect_read_constants(program: ExportedProgram, read: set[str]) -> dict[str, Tensor]:
-    """Return the values of those constant tensors of ``program`` whose names are in ``read``, by name, on the CPU.
-
-    Raises :class:`UnsupportedError` for a constant without values.
-    """
+    """Return the values, on the CPU, of those constant tensors of ``program`` whose names are in ``read``: name ->
+    tensor. Raise :class:`UnsupportedError` for a constant without values."""
     constants = {}
     for spec in program.graph_signature.input_specs:
         name = str(spec.target)
@@ -317,9 +312,9 @@ def _collect_model_outputs(
     value.
 
     Args:
-        env: maps nodes of the program to nodes of the new graph.
+        env: node of the program -> node of the new graph.
         with_loss: whether the last result of the program is the loss.
-        canonical: maps every name of a parameter or buffer to the name that is used for it.
+        canonical: name of a parameter or buffer -> the one name that is used for it.
     """
     results: Any = next(n for n in program.graph.nodes if n.op == "output").args[0]
     leaves = []
@@ -369,7 +364,7 @@ def _is_scalar(node: fx.Node) -> bool:
 
 
 def _format_output_value(value: Any) -> str:
-    """Return a text for messages on ``value``, an output of a graph: shape and dtype if it is a node, else its
+    """Return ``value``, an output of a graph, as text for messages: shape and dtype if it is a node, otherwise its
     ``repr``."""
     if isinstance(value, fx.Node):
         tensor = value.meta["val"]

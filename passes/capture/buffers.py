@@ -3,18 +3,19 @@
 Requires: a module before it is traced, or its captured graph. Provides, in this order:
 
 * :func:`trace_buffer_writes` traces writes that torch.export loses or cannot trace. If forward assigns a new tensor to
-  a buffer or frozen parameter, the value is copied into the old one at the end of forward. ``x.data`` is traced as
-  ``x.detach()``. A tensor assigned to ``x.data`` is read instead of ``x`` from then on, and copied into ``x`` at the
-  end, so that views of the old memory keep their values. A batch norm with a cumulative average (``momentum=None``)
-  counts its batches by a tensor; torch would need the count as a Python number.
-* :func:`trace_state_aliases` traces parameters and buffers that plain objects hold too.
+  a buffer or frozen parameter, the value is copied into the old tensor at the end of forward. ``x.data`` is traced as
+  ``x.detach()``. If a tensor is assigned to ``x.data``, it is read instead of ``x`` from then on, and copied into ``x``
+  at the end, so that views of the old memory keep their values. A batch norm with a cumulative average
+  (``momentum=None``) counts its batches by a tensor; torch would need the count as a Python number.
+* :func:`trace_state_aliases` traces parameters and buffers that are also stored outside of modules, as in a list.
 * :func:`spell_out` decomposes norms that write to running statistics, although their schema does not say so, if
   torch's own functionalisation does not handle them.
 * :func:`settle_updates` takes a captured graph in normal form. For every state (parameter or buffer) that forward
   changes, it adds an operator whose result becomes the state's value at the end of a step. The result has the state's
   dtype, no gradient, and memory of its own.
 * :func:`collect_initial_values` describes the buffers' values before the first step, if a few numbers suffice. A run
-  that has no weights starts from them."""
+  that has no weights starts from them.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +69,8 @@ def spell_out(graph: fx.Graph) -> bool:
 
 
 def _list_changed_statistics(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes of the running mean and variance that ``node``, a batch or instance norm, updates; those it does
-    not have are left out."""
+    """Return a list of the nodes of the running mean and the running variance that ``node``, a batch or instance norm,
+    updates. A statistic that the norm does not have is left out."""
     return [a for a in (node.args[place] for place in _STATISTICS) if isinstance(a, fx.Node)]
 
 
@@ -113,15 +114,15 @@ _MOST_OBJECTS = 100_000  # most objects that are searched for parameters and buf
 
 @contextmanager
 def trace_buffer_writes(model: nn.Module, *, in_float64: bool) -> Iterator[None]:
-    """Return a context in which assignments of forward to buffers, frozen parameters and ``.data`` can be traced.
+    """Return a context for a trace of ``model``, in which forward may assign to buffers, to frozen parameters and to
+    ``.data``. The assigned values are copied into the model's own tensors at the end of forward.
 
-    Inside it, the forward of ``model`` copies the assigned values into the model's own tensors before it returns. The
-    context raises :class:`UnsupportedError` for changes that a plan cannot keep: another shape or dtype, a parameter or
-    buffer that is added or removed, and parameters or buffers that share memory because of an assignment, if one of
-    them is trained or changed in place.
+    The context raises :class:`UnsupportedError` for changes that a plan cannot keep: another shape or dtype, a
+    parameter or buffer that is added or removed, and parameters or buffers that share memory because of an assignment,
+    if one of them is trained or changed in place.
 
     Args:
-        in_float64: whether the model is traced in float64. An assigned floating-point tensor may then differ in dtype
+        in_float64: whether the model is traced in float64. If so, an assigned floating-point tensor may differ in dtype
             from the tensor that it replaces.
     """
     averaging = [m for m in model.modules() if isinstance(m, _BatchNorm) and _has_cumulative_average(m)]
@@ -154,12 +155,9 @@ def trace_buffer_writes(model: nn.Module, *, in_float64: bool) -> Iterator[None]
 
 @contextmanager
 def trace_state_aliases(model: nn.Module) -> Iterator[None]:
-    """Return a context in which forward uses the traced parameters and buffers of ``model`` also where plain objects
-    hold them.
-
-    torch.export replaces the tensors of modules only. A list, a dict or another object that holds a parameter or
-    buffer, such as a generation cache, would otherwise keep the tensor from before the trace.
-    """
+    """Return a context for a trace of ``model``, in which every list, dict or object that also holds a parameter or
+    buffer, such as a generation cache, holds the traced tensor. torch.export replaces only the tensors in modules; the
+    others would keep the tensor from before the trace."""
     aliases = find_state_aliases(model)
     forward, own = model.forward, model.__dict__.get("forward")
 
@@ -189,11 +187,11 @@ def trace_state_aliases(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StateAlias:
-    """A place outside of the modules' tables of parameters and buffers that also holds one of these tensors, such as an
-    entry of a list.
+    """A place outside of the modules' tables of parameters and buffers that holds the same tensor as such a table, such
+    as an entry of a list.
 
-    ``holder``: the list or dict (or an object's ``__dict__``). ``key``: the index or key in it. ``states``: the
-    module's own table of parameters or buffers. ``name``: the key of the same tensor in that table.
+    ``holder``: the list or dict (or an object's ``__dict__``). ``key``: the index or key in ``holder``. ``states``: the
+    module's own table of parameters or buffers. ``name``: the key of the same tensor in ``states``.
     """
 
     holder: Any
@@ -202,8 +200,8 @@ class StateAlias:
     name: str
 
     def update(self) -> None:
-        """Store the parameter or buffer that the module's own table has now at the place that this alias describes,
-        such as an entry of a list."""
+        """Store the tensor that the module's own table now has at the place that this alias describes, such as an entry
+        of a list."""
         self.holder[self.key] = self.states[self.name]
 
 
@@ -242,10 +240,8 @@ def find_state_aliases(model: nn.Module) -> list[StateAlias]:
 @contextmanager
 def _hide_assignments_from_export() -> Iterator[None]:
     """Return a context in which torch.export does not observe assignments to buffers of the outermost module.
-
-    If it did, it would copy the assigned values into the buffers one after the other. This would be wrong if the new
-    value of one buffer is the old value of another.
-    """
+    Otherwise, torch.export would copy the assigned values into the buffers one after the other, which would be wrong if
+    the new value of one buffer is the old value of another."""
     hooks = nn_module._global_buffer_registration_hooks
     others = {
         number: hook for number, hook in hooks.items() if not getattr(hook, "__module__", "").startswith("torch.")
@@ -257,7 +253,7 @@ def _hide_assignments_from_export() -> Iterator[None]:
 @dataclass(frozen=True)
 class _TensorWrite:
     """A write to be done at the end of forward: copy ``value`` into the model's tensor ``tensor``. ``description``:
-    words for what forward did to the tensor, such as an assignment, for error messages."""
+    what forward did to the tensor, such as an assignment, as text for error messages."""
 
     tensor: Tensor
     value: Tensor
@@ -266,7 +262,7 @@ class _TensorWrite:
 
 @dataclass
 class _StateSnapshot:
-    """The parameters and buffers of ``model`` at the start of forward, to find out which of them forward assigns to.
+    """The parameters and buffers of ``model`` at the start of forward, to find out to which of them forward assigns.
 
     ``states``: the tensors, by (module, name of the module's table, key in the table); the tables are ``_parameters``
     and ``_buffers``. A value is ``None`` if the module has the name without a tensor. ``names``: the full name of each
@@ -281,7 +277,7 @@ class _StateSnapshot:
 
     @classmethod
     def take(cls, model: nn.Module) -> _StateSnapshot:
-        """Return a record of the parameters, buffers and plain tensor attributes that ``model`` has now."""
+        """Return a snapshot of the present parameters, buffers and plain tensor attributes of ``model``."""
         snapshot = cls(model)
         for path, module in model.named_modules():
             for table in _TABLES:
@@ -295,8 +291,8 @@ class _StateSnapshot:
         return snapshot
 
     def restore_replaced(self, data: _DataAssignmentMode) -> Iterator[_TensorWrite]:
-        """Put the original tensors back where forward assigned new tensors to buffers and frozen parameters. Yield a
-        write for each: a copy of the assigned value into the original tensor. The caller executes the writes at the end
+        """Put the original tensors back where forward assigned new tensors to buffers and frozen parameters. For each,
+        yield a write that copies the assigned value into the original tensor. The caller executes the writes at the end
         of forward.
 
         Raises :class:`UnsupportedError` for assignments that a plan cannot keep, such as another shape or a parameter
@@ -355,12 +351,14 @@ class _StateSnapshot:
 
 
 class _DataAssignmentMode(TorchFunctionMode):
-    """Function mode that makes assignments to ``x.data`` traceable: after one, functions that read ``x`` get the
-    assigned tensor instead. ``values``: for each tensor to whose ``.data`` forward assigned, by its ``id``: (that
-    tensor, the tensor that replaces it). ``read``: the ids of plain tensor attributes of modules (neither parameters
-    nor buffers) that forward read. ``snapshot``: the model's tensors at the start of forward. ``inputs``: tensors among
-    forward's arguments. ``in_float64``: whether the model is traced in float64; an assigned floating-point tensor may
-    then differ in dtype from the tensor that it replaces.
+    """Function mode that makes assignments to ``x.data`` traceable: after an assignment, functions that read ``x`` get
+    the assigned tensor instead.
+
+    ``values``: ``id`` of each tensor to whose ``.data`` forward assigned -> (this tensor, the assigned tensor).
+    ``read``: the ids of plain tensor attributes of modules (neither parameters nor buffers) that forward read.
+    ``snapshot``: the model's tensors at the start of forward. ``inputs``: tensors among forward's arguments.
+    ``in_float64``: whether the model is traced in float64; if so, an assigned floating-point tensor may differ in dtype
+    from the tensor that it replaces.
     """
 
     def __init__(self, snapshot: _StateSnapshot, inputs: Any, in_float64: bool) -> None:
@@ -392,8 +390,8 @@ class _DataAssignmentMode(TorchFunctionMode):
         return args[0].detach() if func == _DATA_GET else func(*args, **kwargs)
 
     def get_assigned(self, value: Any, *, alone: bool = True) -> Any:
-        """Return the tensor that has the present value of ``value``, an operand: the tensor that forward assigned to
-        ``value.data`` during the trace, or ``value`` itself if it assigned none.
+        """Return the tensor that forward assigned to ``value.data`` during the trace, and which therefore has the
+        present value of the operand ``value``. Return ``value`` itself if forward assigned none.
 
         Args:
             alone: whether the operand is read without gradients, as in ``detach``. If false, raise
@@ -411,14 +409,13 @@ class _DataAssignmentMode(TorchFunctionMode):
         return self.values[id(value)][1]
 
     def replace_in_output(self, output: Any) -> Any:
-        """Return ``output``, the value that forward returns, with each tensor to whose ``.data`` forward assigned
+        """Return ``output``, the value that forward returns. Each tensor to whose ``.data`` forward assigned is
         replaced by the assigned tensor."""
         return pytree.tree_map(functools.partial(self.get_assigned, alone=False), output) if self.values else output
 
     def iterate_writes(self) -> Iterator[_TensorWrite]:
-        """Yield a write for each parameter, buffer or input whose attribute ``.data`` was assigned a tensor in forward:
-        a write of that tensor.
-        """
+        """Yield a write for each parameter, buffer or input to whose ``.data`` forward assigned: it copies the assigned
+        tensor into the parameter, buffer or input."""
         for tensor, value in self.values.values():
             if id(tensor) in self.held.names or id(tensor) in self.inputs:
                 yield _TensorWrite(tensor, value, f"sets .data of {self._format_tensor_name(tensor)}")
@@ -431,15 +428,15 @@ class _DataAssignmentMode(TorchFunctionMode):
 
 
 def _write_all(writes: Iterable[_TensorWrite], snapshot: _StateSnapshot, in_float64: bool) -> None:
-    """Copy values that forward assigned into the model's own tensors, at the end of forward. Raise
+    """Execute ``writes`` at the end of forward: copy values that forward assigned into the model's own tensors. Raise
     :class:`UnsupportedError` if shapes or dtypes differ, or if parameters or buffers would share memory afterwards
-    although one is trained or changed in place.
+    although one of them is trained or changed in place.
 
     Args:
         writes: the tensors to change, with their new values.
         snapshot: the model's tensors at the start of forward.
-        in_float64: whether the model is traced in float64, so that an assigned floating-point tensor may differ in
-            dtype from the tensor that receives it.
+        in_float64: whether the model is traced in float64. If so, an assigned floating-point tensor may differ in dtype
+            from the tensor that receives it.
     """
     last = {id(w.tensor): w for w in writes}  # only one write to a tensor that has several names
     if not last:
@@ -454,11 +451,11 @@ def _write_all(writes: Iterable[_TensorWrite], snapshot: _StateSnapshot, in_floa
 
 
 def _check_unshared(writes: Mapping[int, _TensorWrite], snapshot: _StateSnapshot) -> None:
-    """Raise :class:`UnsupportedError` if parameters or buffers share memory because of what forward assigned, and one
-    of those that share is trained or changed in place.
+    """Raise :class:`UnsupportedError` if, because of assignments in forward, parameters or buffers share memory of
+    which one is trained or changed in place.
 
     Args:
-        writes: the values that forward assigned, by the ``id`` of the tensor that receives the value.
+        writes: ``id`` of a tensor -> the write of the value that forward assigned to it.
         snapshot: the model's tensors at the start of forward.
     """
     before = {id(t): t for t in snapshot.states.values() if t is not None}
@@ -481,9 +478,8 @@ def _check_unshared(writes: Mapping[int, _TensorWrite], snapshot: _StateSnapshot
 
 
 def _find_graph_nodes(nodes: Iterable[fx.Node | None]) -> Iterable[fx.Node]:
-    """Return all nodes of one graph: the graph that the nodes in ``nodes`` belong to. The result is empty if all of
-    them are ``None``. ``nodes``: nodes of one graph, or ``None``.
-    """
+    """Return all nodes of the graph to which the nodes in ``nodes`` belong; an empty result if all entries are
+    ``None``. ``nodes``: nodes of one graph, or ``None``."""
     return next((node.graph.nodes for node in nodes if node is not None), ())
 
 
@@ -509,8 +505,9 @@ def _check_same_spec(description: str, tensor: Tensor, value: Tensor, in_float64
     """Raise :class:`UnsupportedError` unless ``value``, which forward assigns to ``tensor``, has the shape and dtype of
     ``tensor``.
 
-    ``description``: words for what forward does, such as ``sets the buffer 'mean'``, for the message. ``in_float64``:
-    whether the model is traced in float64, so that two floating-point dtypes may differ."""
+    ``description``: what forward does, such as ``sets the buffer 'mean'``, as text for the message. ``in_float64``:
+    whether the model is traced in float64, so that two floating-point dtypes may differ.
+    """
     both_float = in_float64 and tensor.dtype.is_floating_point and value.dtype.is_floating_point
     if tensor.shape == value.shape and (tensor.dtype == value.dtype or both_float):
         return
@@ -523,40 +520,39 @@ def _check_same_spec(description: str, tensor: Tensor, value: Tensor, in_float64
 
 
 def _get_node(tensor: Tensor) -> fx.Node | None:
-    """Return the node that computes ``tensor`` in the graph of the trace that is running; ``None`` if the tensor is not
-    traced.
-    """
+    """Return the node that computes ``tensor`` in the graph of the active trace; ``None`` if ``tensor`` is not traced,
+    or if no trace is active."""
     mode = get_proxy_mode()
     slot = get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
     return slot.proxy.node if slot is not None else None
 
 
 def _find_tensor_memory(tensor: Tensor) -> fx.Node | None:
-    """Return the graph node that first created the memory in which ``tensor`` lies (a view shares the memory of its
-    base); ``None`` if the tensor is not traced."""
+    """Return the graph node that allocated the memory of ``tensor``; the memory of a view is that of its base. Return
+    ``None`` if the tensor is not traced."""
     node = _get_node(tensor)
     return find_allocating_node(node) if node is not None else None
 
 
 def _format_tensor_spec(value: Tensor | None) -> str:
     """Return dtype and shape of the tensor ``value`` as text, such as ``float32 of shape (4, 8)``; the text ``None`` if
-    it is ``None``."""
+    ``value`` is ``None``."""
     if value is None:
         return "None"
     return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
 
 
 def _has_cumulative_average(module: _BatchNorm) -> bool:
-    """Return whether ``module`` is a batch norm that averages over all batches so far (``momentum=None``), so that its
-    result depends on its batch counter."""
+    """Return whether ``module`` is a batch norm that averages its statistics over all batches so far
+    (``momentum=None``), so that their update depends on its batch counter."""
     plain = type(module).forward is _BatchNorm.forward
     return plain and module.momentum is None and module.training and module.num_batches_tracked is not None
 
 
 def _forward_with_cumulative_average(self: _BatchNorm, input: Tensor) -> Tensor:
-    """Return the batch norm of ``input`` with a cumulative average, and update the module's running statistics and its
-    batch counter. This function replaces ``forward`` of the batch norm. Torch's own ``forward`` reads the counter as a
-    Python number, which cannot be traced; this function reads it as a tensor."""
+    """Return the batch norm of ``input`` with a cumulative average, and update the module's running statistics and
+    batch counter. This function replaces the ``forward`` of torch's batch norm, which reads the counter as a Python
+    number and so cannot be traced; this function reads the counter as a tensor."""
     self._check_input_dim(input)
     assert self.running_mean is not None
     assert self.running_var is not None
@@ -573,9 +569,9 @@ _PLACE = ("path", "source", "stack")
 
 
 def settle_updates(captured: Captured) -> dict[str, fx.Node]:
-    """Append an operator to the graph of ``captured`` for each parameter or buffer that forward changes: it gives the
-    new value in the dtype of the tensor, without a gradient and in memory of its own. Return a dict: name of the
-    parameter or buffer -> node of this operator. A step stores its result in the tensor at the end.
+    """For each parameter or buffer that forward changes, append an operator to the graph of ``captured`` that returns
+    the new value in the dtype of the tensor, without a gradient and in memory of its own. Return a dict: name of the
+    parameter or buffer -> node of this operator. At the end of a step, the node's value is stored in the tensor.
 
     The graph outputs these nodes after its other results. Raises :class:`UnsupportedError` if forward changes a
     parameter that is trained.
@@ -598,8 +594,9 @@ def settle_updates(captured: Captured) -> dict[str, fx.Node]:
 
 
 def mark_changed_as_buffers(states: Mapping[str, ModelState], changed: Collection[str]) -> dict[str, ModelState]:
-    """Return ``states`` (by name) with the kind ``buffer`` for those parameters whose names are in ``changed``. No
-    optimizer updates such a parameter, and each rank stores the value that forward computes, as for a buffer.
+    """Return ``states`` (by name), with parameters whose names are in ``changed`` turned into states of the kind
+    ``buffer``. No optimizer updates such a parameter, and each rank stores the value that forward computes, as for a
+    buffer.
 
     ``changed``: names of the parameters and buffers that forward changes.
     """
@@ -647,7 +644,7 @@ def _may_share_memory(node: fx.Node) -> bool:
 
 
 def list_ancestors_of(graph: fx.Graph, ends: Collection[fx.Node]) -> set[fx.Node]:
-    """Return the nodes ``ends`` of ``graph`` and all operators whose results are used only to compute them."""
+    """Return the nodes ``ends`` of ``graph`` and all operators whose results are used only to compute ``ends``."""
     found = set(ends)
     if not found:
         return found
@@ -664,9 +661,9 @@ _MAX_COMPARED_ELEMENTS = 1 << 20  # most elements of a buffer that are compared 
 
 def collect_initial_values(model: nn.Module | ExportedProgram, folded: FoldedModel) -> dict[str, Any]:
     """Return the values of the model's buffers before the first step: name -> value. A value is one number if all
-    elements are equal, otherwise nested lists. Constants and buffers without values (on ``meta``) are left out, and so
-    are buffers of more than ``_LISTED`` (256) elements that differ, or of more than ``_MAX_COMPARED_ELEMENTS`` (2**20)
-    elements.
+    elements are equal, otherwise nested lists. Left out are constants, buffers without values (on ``meta``), buffers of
+    more than ``_LISTED`` (256) elements that are not all equal, and buffers of more than ``_MAX_COMPARED_ELEMENTS``
+    (2**20) elements.
 
     ``model``: the original model, which has the values. ``folded``: the same model as captured graphs; it has the names
     of the buffers.
@@ -688,8 +685,9 @@ def collect_initial_values(model: nn.Module | ExportedProgram, folded: FoldedMod
 def _read_written_numbers(value: Tensor) -> Any | None:
     """Return ``value``, the tensor of a buffer, as one number if all elements are equal, otherwise as nested lists.
 
-    Return ``None`` if it has no plain values (a fake, meta, complex, sparse or quantized tensor), no elements, more
-    than ``_LISTED`` (256) elements that differ, or more than ``_MAX_COMPARED_ELEMENTS`` (2**20) elements.
+    Return ``None`` for a tensor without plain values (fake, meta, complex, sparse or quantized), without elements, with
+    more than ``_LISTED`` (256) elements that are not all equal, or with more than ``_MAX_COMPARED_ELEMENTS`` (2**20)
+    elements.
     """
     known = not (value.is_meta or isinstance(value, FakeTensor) or value.is_complex() or value.is_quantized)
     if not known or value.layout != torch.strided or not 0 < value.numel() <= _MAX_COMPARED_ELEMENTS:

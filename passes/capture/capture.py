@@ -91,7 +91,7 @@ def capture(
     Args:
         inputs: a tuple of positional or a dict of keyword arguments; ``None`` uses the sample inputs that the program
             or model has itself.
-        loss: computes the scalar loss from the model's output. With ``None``, the output is the loss or has the loss in
+        loss: computes the scalar loss from the model's output. If ``None``, the output is the loss or has the loss in
             its field ``loss``.
         global_batch: number of samples of the global batch, to which the batch dim of ``inputs`` is enlarged; ``None``
             keeps the size of ``inputs``.
@@ -101,7 +101,8 @@ def capture(
         objective: ``train`` captures the loss and what gradients need; any other value captures only the forward.
         device: ``cpu`` or ``cuda``, the type of device that the model will run on. The device decides which
             ``torch.autocast`` regions of forward take effect.
-        lift_numbers: read Python numbers of the inputs as 0-dimensional tensors if forward allows it.
+        lift_numbers: whether to read Python numbers of the inputs as 0-dimensional tensors if forward allows it;
+            otherwise their values are fixed in the graph.
     """
     if precision is not None and precision not in PRECISIONS:
         raise InputsError(f"precision must be one of {', '.join(PRECISIONS)} or None; got {precision!r}")
@@ -155,8 +156,8 @@ def capture(
 
 
 def _warn_of_unrolled_loops(captured: Captured) -> None:
-    """Issue :class:`UnrolledLoopWarning` if one source line of one module is the origin of very many equal operators of
-    ``captured``, the traced model: the line is in a Python loop, such as one over time steps."""
+    """Issue :class:`UnrolledLoopWarning` if very many equal operators of ``captured``, the traced model, come from one
+    source line of one module. Such a line is in a Python loop, for example over time steps."""
     nodes = (n for n in captured.graph.nodes if n.op == "call_function" and n.meta.get("source"))
     found = Counter((n.meta["source"], n.meta.get("path", ""), str(n.target)) for n in nodes)
     if not found or (most := max(found.values())) < _MANY_OPERATORS:
@@ -173,8 +174,8 @@ def _warn_of_unrolled_loops(captured: Captured) -> None:
 
 
 def find_batch_dims(model: nn.Module | ExportedProgram, inputs: Inputs) -> tuple[int, dict[str, int | None]]:
-    """Return the number of samples in ``inputs``, and for each input tensor, by path, the index of its batch dim
-    (``None`` if it has none).
+    """Return (number of samples in ``inputs``, dict: path of an input tensor -> index of its batch dim). The index is
+    ``None`` for a tensor without a batch dim.
 
     Raises :class:`InputsError` if no input has a batch dim. ``model``: gives the sample inputs if ``inputs`` is
     ``None``.
@@ -188,14 +189,15 @@ def find_batch_dims(model: nn.Module | ExportedProgram, inputs: Inputs) -> tuple
 def _choose_cache_use(
     model: nn.Module, fake_copy: ParameterlessCopy, arguments: Bound, dtype: torch.dtype | None
 ) -> tuple[ParameterlessCopy, tuple[str, ...]]:
-    """Decide whether ``model`` is traced with its generation (key/value) caches. Return two values: the copy of the
-    model with fake parameters that is to be traced, and notes for the user (a tuple of texts).
+    """Decide whether ``model`` is traced with its generation (key/value) caches. Return (copy of the model with fake
+    parameters that is to be traced, tuple of notes for the user).
 
     Caches stay on only if the result of forward depends on them. To find this out, forward is run without a trace.
 
     Args:
-        fake_copy: a copy of the model with fake parameters and with the caches off. The copy is returned itself if the
-            model has no caches.
+        fake_copy: a copy of the model with fake parameters and with the caches off. If the model has no caches, this
+          copy
+            is returned.
         arguments: (positional arguments, keyword arguments) of forward.
         dtype: the dtype to which floating-point tensors are cast; ``None`` keeps their dtypes.
     """
@@ -216,12 +218,12 @@ def _choose_cache_use(
 
 
 def _list_decision_notes(captured: Captured, read_buffers: set[str]) -> tuple[str, ...]:
-    """Return a note for the user, as a tuple of one text, that names the buffers on whose values forward branched (as
-    by ``if``) while it was traced; an empty tuple if there are none. The branch that was taken is fixed in the plan.
-    Raises :class:`UnsupportedError` if forward also changes such a buffer.
+    """Return a tuple with one note for the user that names the buffers on whose values forward branched (as by ``if``)
+    while it was traced; an empty tuple if there are none. The branch that was taken is fixed in the plan. Raises
+    :class:`UnsupportedError` if forward also changes such a buffer.
 
     Args:
-        captured: the captured model, which tells the buffers that forward changes.
+        captured: the captured model, which has the names of the buffers that forward changes.
         read_buffers: names of the buffers on whose values forward branched.
     """
     changed = sorted(read_buffers & set(captured.updates))
@@ -237,8 +239,8 @@ def _list_decision_notes(captured: Captured, read_buffers: set[str]) -> tuple[st
 
 
 def _note_unread_parameters(captured: Captured) -> tuple[str, ...]:
-    """Return a note for the user, as a tuple of one text, that names the parameters of the model ``captured`` that are
-    to be trained and that its graph does not read; an empty tuple if there are none."""
+    """Return a tuple with one note for the user that names the parameters of the model ``captured`` that are to be
+    trained and that its graph does not read; an empty tuple if there are none."""
     read = {captured.placeholders.get(node.name) for node in captured.graph.nodes if node.op == "placeholder"}
     unread = [n for n, s in captured.states.items() if s.kind == "parameter" and s.requires_grad and n not in read]
     if not unread:
@@ -248,8 +250,8 @@ def _note_unread_parameters(captured: Captured) -> tuple[str, ...]:
 
 
 def _note_ignored_loss(captured: Captured, loss: Callable[[Any], Tensor] | None) -> tuple[str, ...]:
-    """Return a note for the user, as a tuple of one text, if the output of the model ``captured`` has a loss of its own
-    that the function ``loss`` replaces. Return an empty tuple if it has none, or if ``loss`` is ``None``."""
+    """Return a tuple with one note for the user if the output of the model ``captured`` has a loss of its own, which
+    the function ``loss`` replaces. Return an empty tuple if the output has no loss, or if ``loss`` is ``None``."""
     returned = [output.value for output in captured.outputs if output.path == "loss"]
     if loss is None or not set(returned) - {None, captured.loss}:
         return ()
@@ -265,8 +267,8 @@ def _list_named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _map_canonical_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Return a dict: name of a tensor -> first name of the same tensor. Tied weights have several names. ``named``:
-    pairs of name and tensor."""
+    """Return a dict: name of a tensor -> first of all names of the same tensor. Tied weights have several names.
+    ``named``: pairs of name and tensor."""
     first: dict[Any, str] = {}
     return {name: first.setdefault(_build_tensor_key(tensor), name) for name, tensor in named}
 
@@ -304,12 +306,12 @@ def _collect_nonpersistent_buffers(model: nn.Module, dtype: torch.dtype | None) 
 def _keep_shapes_fixed(
     program: ExportedProgram, inputs: Inputs, global_batch: int | None
 ) -> tuple[ExportedProgram, tuple[str, ...]]:
-    """Return two values: an exported program with fixed shapes for ``inputs``, and an empty tuple, because this step
-    has no notes for the user.
+    """Return two values: an exported program with fixed shapes for ``inputs``, and an empty tuple of notes for the
+    user.
 
-    ``program`` is returned unchanged if it has fixed shapes; one with dynamic shapes is exported again on the inputs,
-    with a batch dim of ``global_batch`` samples (``None``: of the size in ``inputs``). Raises :class:`InputsError` if
-    the inputs do not fit the program.
+    If ``program`` has fixed shapes, it is returned unchanged. If it has dynamic shapes, it is exported again on the
+    inputs, with a batch dim of ``global_batch`` samples (``None``: of the size in ``inputs``). Raises
+    :class:`InputsError` if the inputs do not fit the program.
     """
     if inputs is None and global_batch is None and _is_static(program):
         return program, ()

@@ -1,7 +1,8 @@
 """Run ``torch.export`` on a fake copy of the user's model: a deep copy whose parameters and buffers are fake tensors.
 
-A fake tensor has a shape and a dtype but no values, so neither is the user's model changed nor a weight copied. Tied
-weights stay tied. Plain tensors that a module holds as attributes are constants of the model and keep their values.
+A fake tensor has a shape and a dtype but no values. The user's model is therefore not changed, and no weight is copied.
+Tied weights stay tied. Plain tensors that a module holds as attributes are constants of the model and keep their
+values.
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ _CPU, _META = torch.device("cpu"), torch.device("meta")
 class Counter:
     """A Python number that forward changes: the attribute ``name`` of the module with path ``path``.
 
-    The fake copy (the copy with fake tensors that is traced) holds it as a 0-dimensional buffer named ``buffer``.
-    ``value`` is the number before the first call."""
+    In the fake copy (the copy with fake tensors that is traced), a 0-dimensional buffer named ``buffer`` stands for the
+    number. ``value``: the number before the first call.
+    """
 
     path: str
     name: str
@@ -86,16 +88,15 @@ class ParameterlessCopy:
     """A copy of a model for tracing (also called the fake copy), whose parameters and buffers are fake tensors, with
     options and records of the trace.
 
-    ``mode``: the mode of the fake tensors. ``caches``: configurations in which generation caches were on; they are
-    switched off unless ``caches_kept`` is true. ``casts``: device type (``cpu`` or ``cuda``) whose ``torch.autocast``
-    regions take effect; ``None`` if none do. ``module``: the copy. ``buffer_values``: the original model's buffers with
-    values, by name.
-    ``read_buffers``: names of the buffers on whose values forward branched. ``loops``: a record of the traced loops
-    over the experts that have rows. ``numbers``: values of inputs that are Python numbers, by path. Forward gets a
-    tensor-like lifted number for each, and ``scope`` records how forward used them. ``counters``: Python numbers that
-    forward changes, held as buffers. ``attributes``: values by (module path, attribute name) that are set before
-    forward runs.
-    ``warm_up``: called on each new fake copy before it is traced, to run forward once.
+    ``module``: the copy. ``mode``: the mode of the fake tensors. ``caches``: configurations in which generation caches
+    were on; they are switched off unless ``caches_kept`` is true. ``casts``: device type (``cpu`` or ``cuda``) whose
+    ``torch.autocast`` regions take effect; ``None`` if none do. ``buffer_values``: the original model's buffers with
+    values, by name. ``read_buffers``: names of the buffers on whose values forward branched. ``loops``: a record of the
+    traced loops over the experts that have rows. ``numbers``: values of inputs that are Python numbers, by path;
+    forward gets a tensor-like lifted number for each. ``scope``: records how forward used the lifted numbers.
+    ``counters``: Python numbers that forward changes and that buffers stand for. ``attributes``: (module path,
+    attribute name) -> value that is set before forward runs. ``warm_up``: called on each new fake copy before it is
+    traced, to run forward once.
     """
 
     module: nn.Module
@@ -133,7 +134,8 @@ def make_fake_copy(
         dtype: dtype of the copy's floating-point tensors; ``None`` keeps their dtypes.
         mode: fake tensor mode of the copy; ``None`` creates one.
         casts: device type (``cpu`` or ``cuda``) whose ``torch.autocast`` regions take effect; ``None`` if none do.
-        keep_caches: leave generation caches on where the model's configurations have them on.
+        keep_caches: whether generation caches that the model's configurations switch on stay on; if false, they are
+            switched off.
     """
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     memo: dict[int, Any] = {}
@@ -183,13 +185,13 @@ def export_parameterless_copy(
     """Trace ``fake_copy``, a copy of the model with fake tensors, with ``torch.export``, and return the exported
     program.
 
-    Raises :class:`InputsError` if forward fails on these inputs even without a trace, and :class:`CaptureError` with
-    the model's source line and torch.export's reason if it cannot be traced.
+    Raises :class:`InputsError` if forward fails on these inputs even without a trace. Raises :class:`CaptureError`,
+    with the model's source line and torch.export's reason, if forward cannot be traced.
 
     Args:
         args: positional arguments of forward.
         kwargs: keyword arguments of forward.
-        train: trace the ``backward`` of user-defined ``torch.autograd.Function`` classes too.
+        train: whether the ``backward`` of user-defined ``torch.autograd.Function`` classes is traced, too.
         diagnose: whether failures are explained by these errors; if false, the original exception is raised.
     """
     random_operators: list[str] = []
@@ -285,7 +287,8 @@ def _return_results_in_containers(model: nn.Module, bare: bool) -> Iterator[None
     dicts for dataclasses.
 
     Args:
-        bare: replace results that are neither tensors nor plain values, such as cache objects, by ``None``.
+        bare: whether results that are neither tensors nor plain values, such as cache objects, are replaced by
+          ``None``.
     """
     forward = model.forward
 
@@ -301,12 +304,13 @@ def _return_results_in_containers(model: nn.Module, bare: bool) -> Iterator[None
 @contextlib.contextmanager
 def _lift_numbers(fake_copy: ParameterlessCopy) -> Iterator[None]:
     """Return a context in which the forward of ``fake_copy``, a copy of the model with fake tensors, computes with
-    :class:`LiftedNumber` objects in place of Python numbers. A lifted number computes with a 0-dimensional tensor of
-    the graph.
+    :class:`LiftedNumber` objects in place of Python numbers. Operations on a lifted number are traced as operators on a
+    0-dimensional tensor.
 
     The replaced numbers are the inputs in ``fake_copy.numbers`` and the attributes of modules in
     ``fake_copy.counters``. When forward ends, the value of each of these attributes is written to the buffer that
-    stands for it."""
+    stands for it.
+    """
     if not fake_copy.numbers and not fake_copy.counters:
         yield
         return
@@ -319,9 +323,8 @@ def _lift_numbers(fake_copy: ParameterlessCopy) -> Iterator[None]:
 
     @functools.wraps(forward)
     def forward_with_lifted_numbers(*args: Any, **kwargs: Any) -> Any:
-        """Call forward with lifted numbers (which compute with tensors of the graph) in place of Python numbers, write
-        the numbers that forward changed to their buffers, and return the output.
-        """
+        """Call forward with lifted numbers, whose operations are traced, in place of Python numbers. Write the numbers
+        that forward changed to the buffers that stand for them, and return the output."""
         fake_copy.scope.start()
         holders = [(vars(fake_copy.module.get_submodule(c.path)), c) for c in fake_copy.counters]
         for held, counter in holders:
@@ -340,12 +343,13 @@ def _lift_numbers(fake_copy: ParameterlessCopy) -> Iterator[None]:
 
 def _write_counter(buffer: Tensor, value: Any, counter: Counter, scope: LiftScope) -> None:
     """Write ``value``, a Python number that forward left in an attribute, to the 0-dimensional ``buffer`` that stands
-    for it in the trace.
+    for the number in the trace.
 
-    Raise :class:`NotLiftable` if ``value`` is no number, or if it is a float and the number before forward was an int.
+    Raise :class:`NotLiftable` if ``value`` is not a number, or if it is a float and the number before forward was an
+    int.
 
     ``counter``: the attribute, with its name and its value before forward. ``scope``: records how forward uses such
-    numbers. Before this function raises, it records the use there, too.
+    numbers; a use that raises an error is recorded first.
     """
     with torch.no_grad():
         if is_lifted(value):
@@ -364,8 +368,8 @@ def _is_tensor_or_simple(leaf: Any) -> bool:
 
 @contextlib.contextmanager
 def _trace_special_functions(model: nn.Module) -> Iterator[None]:
-    """Return a context for tracing ``model`` in which torch's functions that torch.export cannot trace, or only as very
-    many operators, are traced as other functions that compute the same."""
+    """Return a context for tracing ``model``, in which equivalent functions replace those functions of torch that
+    torch.export cannot trace, or only as very many operators."""
     with contextlib.ExitStack() as stack:
         for context in (
             trace_grouped_products(),
@@ -382,10 +386,8 @@ def _trace_special_functions(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _record_user_lines() -> Iterator[None]:
     """Return a context in which each traced operator records only the source line of the user's function that called
-    it.
-
-    Without it, torch.export records the line of a ``forward`` and collects the text of every stack frame.
-    """
+    it. Outside of this context, torch.export records the line of a ``forward`` and collects the text of every stack
+    frame."""
     known = hasattr(TracerBase, "_filter_traceback_frames") and hasattr(fx_proxy, "CapturedTraceback")
     if not known:  # this version of torch has no such functions
         yield
@@ -397,16 +399,12 @@ def _record_user_lines() -> Iterator[None]:
 
 class _UserLine(tuple[str, ...]):
     """Replacement of fx's traceback class: a tuple with the innermost stack frame of the user's code inside a forward,
-    as text.
-
-    It is empty if no user code or no forward is on the stack.
-    """
+    as text. It is empty if no user code or no forward is on the stack."""
 
     @classmethod
     def extract(cls) -> _UserLine:
-        """Return the innermost frame of the user's code on the present stack, if it was called by a forward; otherwise
-        an empty tuple.
-        """
+        """Return a tuple with the innermost frame of the user's code on the present stack, if a forward has called it;
+        otherwise an empty tuple."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and not is_user_file(frame.f_code.co_filename):
             frame = frame.f_back
@@ -431,12 +429,10 @@ def try_forward(
     fake_copy: ParameterlessCopy, args: tuple[Any, ...], kwargs: dict[str, Any], *, constants: bool = False
 ) -> Any:
     """Call the forward of ``fake_copy``, a copy of the model with fake tensors, with the arguments ``args`` and
-    ``kwargs``, without a trace.
-
-    Return the output, or the exception that forward raises.
+    ``kwargs``, without a trace. Return the output, or the exception that forward raises.
 
     Args:
-        constants: whether tensors that forward creates from neither inputs nor weights have values; otherwise they are
+        constants: whether tensors that forward creates from neither inputs nor weights have values; if false, they are
             fake, too.
     """
     try:
@@ -462,9 +458,8 @@ def _trace_conversions(fake_copy: ParameterlessCopy) -> contextlib.AbstractConte
 
 def _forward_failure(fake_copy: ParameterlessCopy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
     """Return the exception that a model's forward raises with the arguments ``args`` and ``kwargs`` without a trace.
-
-    Return ``None`` if it raises none, or only because fake tensors have no values. ``fake_copy``: a copy of the model
-    with fake tensors."""
+    Return ``None`` if forward raises none, or only because fake tensors have no values. ``fake_copy``: a copy of the
+    model with fake tensors."""
     failure = try_forward(fake_copy, args, kwargs)
     torchs = type(failure).__module__.partition(".")[0] == "torch" or isinstance(failure, RecursionError)
     wanting = torchs or any(word in str(failure).lower() for word in _WITHOUT_VALUES)
@@ -476,9 +471,8 @@ _WITHOUT_VALUES = ("fake", "meta", "does not require grad", ".numpy() is not sup
 
 
 def _explain_failure(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return an error message on ``error``, which the forward of ``model`` raised with the arguments ``args`` and
-    ``kwargs``: source line, reason and input shapes.
-    """
+    """Return the error message for ``error``, which the forward of ``model`` raised with the arguments ``args`` and
+    ``kwargs``: source line, reason and input shapes."""
     return (
         f"{type(model).__name__}.forward fails on these inputs{locate_error(error)}: "
         f"{type(error).__name__}: {_read_first_line(error)}; correct the inputs, or the model's sizes (if the batch "
@@ -523,7 +517,7 @@ _ADVICE = {
 
 
 def _explain_trace_failure(model: nn.Module, error: Exception, random_operators: list[str]) -> str:
-    """Return an error message on why ``model`` cannot be traced, with its source line and advice.
+    """Return the error message that says why ``model`` cannot be traced, with its source line and advice.
 
     Args:
         error: the exception that torch.export raised.
@@ -549,10 +543,8 @@ def _read_first_line(error: Exception) -> str:
 
 
 def locate_error(error: Exception, *, excluded_file: str = "") -> str:
-    """Return `` at file:line (code)``, for messages, of the innermost frame in the traceback of ``error`` that is in
-    the user's code.
-
-    Return an empty text if there is none.
+    """Return the location of ``error`` as text `` at file:line (code)`` for messages: the innermost frame in its
+    traceback that is in the user's code. Return an empty text if there is none.
 
     Args:
         excluded_file: path of a file whose frames are skipped.
@@ -566,24 +558,22 @@ def locate_error(error: Exception, *, excluded_file: str = "") -> str:
 
 
 def _format_current_line() -> str:
-    """Return `` (file:line)`` of the innermost line of the user's code on the present call stack, for messages; an
+    """Return `` (file:line)``, for messages, of the innermost line of the user's code on the present call stack; an
     empty text if there is none."""
     frames = [f for f in traceback.extract_stack() if is_user_file(f.filename)]
     return f" ({shorten_file_path(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
 
 
 def format_frame_line(frame: FrameType) -> str:
-    """Return `` at file:line (code)`` for the line that the stack frame ``frame`` executes; ``(code)`` is left out if
-    it cannot be read.
-    """
+    """Return `` at file:line (code)`` for the line that the stack frame ``frame`` executes. If the code cannot be read,
+    `` (code)`` is left out."""
     code = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
     return f" at {shorten_file_path(frame.f_code.co_filename)}:{frame.f_lineno}" + (f" ({code})" if code else "")
 
 
 def convert_to_containers(tree: Any) -> Any:
-    """Return ``tree``, an output of forward, with dicts in place of dataclasses, namespaces and mappings that pytree
-    does not know.
-    """
+    """Return ``tree``, an output of forward, with dicts in place of objects that pytree does not know: dataclasses,
+    namespaces and other mappings."""
     if isinstance(tree, Mapping):
         fields: Any = tree
     elif isinstance(tree, SimpleNamespace):
@@ -598,9 +588,8 @@ def convert_to_containers(tree: Any) -> Any:
 
 
 def map_leaves(change: Callable[[str, Any], Any], tree: Any) -> Any:
-    """Return the pytree ``tree`` with each leaf replaced by ``change(path, leaf)``. A path is a text such as
-    ``past.0.key``.
-    """
+    """Return the pytree ``tree`` with each leaf replaced by ``change(path, leaf)``, where the path is a text such as
+    ``past.0.key``."""
     leaves, spec = pytree.tree_flatten(tree)
     paths = [path for path, _ in leaf_paths(tree)]
     return pytree.tree_unflatten([change(p, leaf) for p, leaf in zip(paths, leaves, strict=True)], spec)

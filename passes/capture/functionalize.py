@@ -7,8 +7,8 @@ changes are its first outputs, in the order of torch.export's signature.
 ``StorageTracker`` finds which tensors share memory, which carry gradients, and which are written to without autograd's
 knowledge. For example, ``with torch.no_grad(): y.clamp_()`` and ``y.detach().clamp_()`` change the values of ``y`` but
 not its gradient. A graph of functional operators would differentiate the write and stop the gradient. A later read of
-such a tensor is therefore refused. ``w.data.mul_()`` is refused if it changes an operand that an earlier operator saves
-for its gradient, because torch would compute that gradient from the new values.
+such a tensor therefore raises an error. So does ``w.data.mul_()`` if it changes an operand that an earlier operator
+saves for its gradient, because torch would compute that gradient from the new values.
 """
 
 from __future__ import annotations
@@ -65,10 +65,8 @@ _NO_OP_CONDITIONS: dict[Any, Callable[..., bool]] = {
 
 
 def is_no_op(node: fx.Node) -> bool:
-    """Return whether the operator ``node`` returns its first operand itself, because its arguments leave nothing to do.
-
-    An example is ``contiguous`` of a contiguous tensor.
-    """
+    """Return whether the operator ``node`` returns its first operand itself, because its arguments ask for no change.
+    An example is ``contiguous`` of a contiguous tensor."""
     condition = _NO_OP_CONDITIONS.get(node.target)
     if condition is None:
         return False
@@ -89,7 +87,7 @@ _SAVES_NO_OPERANDS = frozenset(
 
 class StorageTracker:
     """Tracks which nodes of a graph share memory, which require a gradient, and which are written to. It finds in-place
-    writes that a graph without such writes could not represent exactly.
+    writes that a functional graph could not represent exactly.
 
     Call :meth:`record_node` for each node that is appended to the graph, in order.
     """
@@ -107,9 +105,8 @@ class StorageTracker:
         self._spoilt: list[tuple[fx.Node, fx.Node]] = []
 
     def requires_grad(self, node: fx.Node) -> bool:
-        """Return whether ``node`` requires a gradient at this point of the graph. A write to one of its views can have
-        caused this.
-        """
+        """Return whether ``node`` requires a gradient at this point of the graph. A write to ``node`` or to one of its
+        views may have changed this."""
         return self._history.get(node, node) in self._grad.get(self._memory.get(node, node), ())
 
     def mark_requires_grad(self, node: fx.Node) -> None:
@@ -118,15 +115,14 @@ class StorageTracker:
 
     def record_detached(self, detached: fx.Node, node: fx.Node) -> None:
         """Record that the ``detach`` node ``detached`` replaces ``node`` as an operand in parts of forward in which
-        gradients are off (``torch.no_grad``). Both share memory, and a write to one of them is a write to the other."""
+        gradients are off (``torch.no_grad``). Both share memory, so a write to one of them is a write to the other."""
         self._without[detached] = node
         self.record_node(detached)
 
     def record_node(self, node: fx.Node) -> None:
-        """Update the record of shared memory, gradients and writes for ``node``, a node that was just appended to the
-        graph. Raises :class:`UnsupportedError` if it reads a tensor that requires a gradient and was written to without
-        autograd's knowledge, as inside ``torch.no_grad()``.
-        """
+        """Update the record of shared memory, gradients and writes for ``node``, which was just appended to the graph.
+        Raises :class:`UnsupportedError` if ``node`` reads a tensor that requires a gradient and was written to without
+        autograd's knowledge, as inside ``torch.no_grad()``."""
         target, source = node.target, node.args[0] if node.args else None
         detaches = target in (aten.detach.default, aten.detach_.default)
         for operand in () if detaches else node.all_input_nodes:
@@ -153,10 +149,8 @@ class StorageTracker:
                 self._kept.setdefault(self._memory.get(kept, kept), node)
 
     def _record_detached_write(self, node: fx.Node, written: fx.Node) -> None:
-        """Record an error if ``node`` writes, by ``.data`` or ``detach()``, to values that an earlier operator's
-        gradient needs.
-
-        :meth:`check_overwritten` raises the error when the whole graph has been read.
+        """If ``node`` writes, by ``.data`` or ``detach()``, to values that the gradient of an earlier operator needs,
+        record an error. :meth:`check_overwritten` raises the error when the whole graph has been read.
 
         Args:
             written: the operand whose memory ``node`` writes to.
@@ -169,8 +163,8 @@ class StorageTracker:
             self._spoilt.append((node, self._kept[memory]))
 
     def check_overwritten(self) -> None:
-        """Raise :class:`UnsupportedError` if an operator's gradient would be computed from values that were overwritten
-        later."""
+        """Raise :class:`UnsupportedError` if the gradient of an operator would be computed from values that a later
+        operator overwrites."""
         for writer, reader in self._spoilt:
             raise UnsupportedError(
                 f"forward changes a tensor in place by .data or detach() ({_format_operator_line(writer)}) after an "
@@ -218,9 +212,8 @@ def _get_node_dtype(node: fx.Node) -> torch.dtype | None:
 
 
 def _find_written_nodes(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes to whose memory the operator ``node`` writes; empty if it changes only a tensor's shape in
-    place.
-    """
+    """Return the nodes to whose memory the operator ``node`` writes. The list is empty for an operator that changes
+    only a tensor's shape in place."""
     shapes_alone = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.inplace_view in node.target.tags
     return [] if shapes_alone else list_written_operands(node)
 
@@ -228,8 +221,7 @@ def _find_written_nodes(node: fx.Node) -> list[fx.Node]:
 def _is_in_place(target: Any) -> bool:
     """Return whether ``target``, the operator that a graph node calls, is one of torch's in-place operators, such as
     ``add_``: its name ends in ``_``. Such an operator returns its first operand, and autograd follows the write. A
-    batch norm, which writes to its running statistics, does not count.
-    """
+    batch norm, which writes to its running statistics, is not an in-place operator in this sense."""
     return isinstance(target, torch._ops.OpOverload) and target._schema.name.endswith("_")
 
 
@@ -245,15 +237,16 @@ _PURE: dict[Any, Any] = {aten.detach_.default: aten.detach.default}
 
 
 def flatten_program(program: ExportedProgram, tensor_names: Mapping[int, str] | None = None) -> ExportedProgram:
-    """Return the exported program ``program`` as one flat graph of operators that write to none of their operands. The
-    given program is not changed.
+    """Return the exported program ``program`` as one flat graph of operators that write to none of their operands.
+    ``program`` itself is not changed.
 
     Raise :class:`UnsupportedError` for a sub-graph or an operator that cannot be converted exactly, or if the program
     reads a tensor of ``tensor_names``.
 
     Args:
-        tensor_names: for each tensor of the original model, its data address -> its name. The program was exported from
-            a copy of that model, so it should read none of these tensors: forward can reach them only past the copy, as
+        tensor_names: data address of each tensor of the original model -> its name. The program was exported from a
+          copy
+            of that model, so it should read none of these tensors. Forward can reach them only outside of the copy, as
             through a global variable. ``None`` skips this check.
     """
     _check_traced_constants(program, tensor_names or {})
@@ -304,12 +297,13 @@ def flatten_program(program: ExportedProgram, tensor_names: Mapping[int, str] | 
 
 def _check_traced_constants(program: ExportedProgram, tensor_names: Mapping[int, str]) -> None:
     """Raise :class:`UnsupportedError` if ``program`` contains, as a constant, a tensor that torch.export should have
-    traced. This is so for a constant tensor without values, which forward has computed in a way that torch.export does
-    not follow, and for a tensor of the original model.
+    traced: a constant tensor without values, which forward has computed in a way that torch.export does not follow, or
+    a tensor of the original model.
 
     Args:
-        tensor_names: for each tensor of the original model, its data address -> its name. The program was exported from
-            a copy of that model, so it should read none of these tensors.
+        tensor_names: data address of each tensor of the original model -> its name. The program was exported from a
+          copy
+            of that model, so it should read none of these tensors.
     """
     used = {n.name for n in program.graph.nodes if n.op == "placeholder" and n.users}
     for spec in program.graph_signature.input_specs:
@@ -334,11 +328,8 @@ def _check_traced_constants(program: ExportedProgram, tensor_names: Mapping[int,
 
 
 def _untie_buffers(program: ExportedProgram) -> None:
-    """Merge the placeholders of each buffer that has several names into one placeholder. ``program``, the exported
-    model, is changed in place.
-
-    Later passes treat each placeholder as a separate tensor.
-    """
+    """Merge the placeholders of each buffer that has several names into one placeholder, in place, because later passes
+    treat each placeholder as a separate tensor. ``program``: the exported model."""
     by_tensor: dict[int, fx.Node] = {}
     held: dict[str, Any] = {**program.constants, **program.state_dict}
     untied: dict[str, Tensor] = {}
@@ -359,16 +350,15 @@ def _untie_buffers(program: ExportedProgram) -> None:
 
 
 def _allocate_tensor_like(tensor: Tensor) -> Tensor:
-    """Return an uninitialised tensor with the shape and dtype of ``tensor``, in memory of its own."""
+    """Return an uninitialised tensor with the shape and dtype of ``tensor``, in separate memory."""
     with tensor.fake_mode if isinstance(tensor, FakeTensor) else nullcontext():
         return torch.empty_like(tensor)
 
 
 def _find_duplicate_constants(program: ExportedProgram) -> dict[fx.Node, fx.Node]:
-    """Return the constants in ``program`` that are the same tensor as a parameter or buffer: placeholder of the
-    constant -> placeholder of the parameter or buffer. Such constants occur if a plain object, such as a list, also
-    holds the parameter or buffer.
-    """
+    """Return the constants in ``program`` that are the same tensor as a parameter or buffer, as a dict: placeholder of
+    the constant -> placeholder of the parameter or buffer. Such a constant occurs if an object that is not a module,
+    such as a list, also holds the parameter or buffer."""
     nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
     held: dict[str, Any] = {**program.constants, **program.state_dict}
     specs = [(spec, held.get(str(spec.target)), nodes[spec.arg.name]) for spec in program.graph_signature.input_specs]
@@ -410,9 +400,9 @@ class _RegionInliner:
         self.transforms: fx.Node | None = None  # the first node of a transform such as torch.vmap; a new trace has none
 
     def inline_program(self, program: ExportedProgram) -> fx.Graph:
-        """Copy the graph of ``program`` and all its sub-graphs into one graph and return the graph. Raise
-        :class:`UnsupportedError` if a result or an operator reads a tensor that was written to without autograd's
-        knowledge."""
+        """Copy the graph of ``program`` and all its sub-graphs into one graph and return this graph. Raise
+        :class:`UnsupportedError` if a result or an operator reads a tensor that requires a gradient and was written to
+        without autograd's knowledge."""
         env: dict[fx.Node, Any] = {}
         for node in program.graph.nodes:
             if node.op == "placeholder":
@@ -432,7 +422,7 @@ class _RegionInliner:
         outputs.
 
         Args:
-            env: maps original nodes to their copies.
+            env: original node -> its copy.
             grad: whether gradients are on in this part of forward.
         """
         for node in owner.graph.nodes:
@@ -445,11 +435,11 @@ class _RegionInliner:
         raise AssertionError("a graph ends in an output node")
 
     def inline_operator(self, node: fx.Node, env: dict[fx.Node, Any], grad: bool) -> Any:
-        """Copy the operator ``node`` into the new graph, and return the node or value that replaces it; ``None`` for an
-        assertion, which is left out.
+        """Copy the operator ``node`` into the new graph, and return the node or value that replaces it. An assertion is
+        left out, and ``None`` is returned.
 
         Args:
-            env: maps original nodes to their copies.
+            env: original node -> its copy.
             grad: whether gradients are on where the operator is.
         """
         if isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -468,11 +458,11 @@ class _RegionInliner:
         return self.copy_node(node, env, grad)
 
     def inline_region(self, node: fx.Node, env: dict[fx.Node, Any], grad: bool) -> Any:
-        """Copy the sub-graph of ``node``, which switches gradients or autocast, into the new graph. Return the copies
-        of the sub-graph's outputs.
+        """Copy the sub-graph of ``node``, which switches gradients or autocast on or off, into the new graph. Return
+        the copies of the sub-graph's outputs.
 
         Args:
-            env: maps original nodes to their copies.
+            env: original node -> its copy.
             grad: whether gradients are on around the region.
         """
         args: list[Any] = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
@@ -507,10 +497,9 @@ class _RegionInliner:
         return any(isinstance(a, fx.Node) and self.memory.requires_grad(a) for a in args)
 
     def insert_function_call(self, node: fx.Node, function: Callable[..., Any], args: Any, kwargs: Any) -> fx.Node:
-        """Append and return a call of a ``torch.autograd.Function`` that torch.export did not trace into.
-
-        The function is traced later, when operators are decomposed. None of its operands requires a gradient, so its
-        backward is not needed.
+        """Append and return a call of a ``torch.autograd.Function`` that torch.export did not trace into. The function
+        is traced later, when operators are decomposed. None of its operands requires a gradient, so its backward is not
+        needed.
 
         Args:
             node: the original node of the call, whose metadata is copied.
@@ -523,11 +512,11 @@ class _RegionInliner:
         return new_node
 
     def copy_node(self, node: fx.Node, env: dict[fx.Node, Any], grad: bool) -> fx.Node:
-        """Copy ``node`` to the end of the new graph and return the copy. Where gradients are off, its operands are
-        detached.
+        """Copy ``node`` to the end of the new graph and return the copy. Where gradients are off, the operands of the
+        copy are detached.
 
         Args:
-            env: maps original nodes to their copies.
+            env: original node -> its copy.
             grad: whether gradients are on where the operator is.
         """
 
@@ -541,11 +530,11 @@ class _RegionInliner:
         return new_node
 
     def detach_value(self, value: fx.Node, reader: fx.Node) -> fx.Node:
-        """Return a node that has the value of ``value`` but requires no gradient: a ``detach`` of it, or ``value``
-        itself if it is no floating-point tensor.
+        """Return a node that has the value of ``value`` but requires no gradient: a ``detach`` of ``value``, or
+        ``value`` itself if it is not a floating-point tensor. Later calls with the same ``value`` return the same
+        ``detach``.
 
-        Later calls with the same value return the same ``detach``. ``reader``: the original node that reads it, from
-        which metadata is copied.
+        ``reader``: the original node that reads ``value``, from which metadata is copied.
         """
         if not _is_floating_node(value):
             return value
@@ -557,10 +546,10 @@ class _RegionInliner:
 
 
 def _format_node_line(node: fx.Node, args: list[Any]) -> str:
-    """Return `` (file:line)`` of the operator ``node``, or of the first operator in its sub-graphs that has a line;
-    empty if none has.
+    """Return `` (file:line)`` of the operator ``node``, or, if it has no line, of the first operator in its sub-graphs
+    that has one; an empty text if none has.
 
-    ``args``: the arguments of the node, among which the sub-graphs are.
+    ``args``: the arguments of the node, which contain the sub-graphs.
     """
     inner = [n for a in args if isinstance(a, fx.GraphModule) for n in a.graph.nodes]
     lines = [find_user_line(n.meta.get("stack_trace")) for n in (node, *inner)]
@@ -568,9 +557,8 @@ def _format_node_line(node: fx.Node, args: list[Any]) -> str:
 
 
 def _find_custom_function(args: list[Any]) -> Callable[..., Any] | None:
-    """Return the Python function that a graph node calls without its operators being in the graph, if this function
-    applies a ``torch.autograd.Function``. torch.export leaves such calls in its graphs. Return ``None`` if the node
-    calls anything else.
+    """If a graph node calls a Python function that applies a ``torch.autograd.Function`` and whose operators are not in
+    the graph, return this function; otherwise return ``None``. torch.export leaves such calls in its graphs.
 
     Args:
         args: the arguments of the node; the first is a pytree spec that contains the function.

@@ -1,7 +1,5 @@
-"""Prepare the inputs of a trace.
-
-Finds sample inputs, checks them against ``forward``, and replaces tensors by fake ones of the size of the global batch.
-"""
+"""Prepare the inputs of a trace: find sample inputs, check them against ``forward``, and replace tensors by fake ones
+of the size of the global batch."""
 
 from __future__ import annotations
 
@@ -40,10 +38,9 @@ def bind_inputs(
     dtype: torch.dtype | None,
     with_labels: bool,
 ) -> Bound:
-    """Return (positional arguments, keyword arguments) for the forward of a copy of the model, with fake tensors.
-
-    The batch dim of each tensor has ``global_batch`` elements. Raises :class:`InputsError` if there are no inputs or
-    forward does not accept them.
+    """Return (positional arguments, keyword arguments) for the forward of a copy of the model, with fake tensors whose
+    batch dim has ``global_batch`` elements. Raises :class:`InputsError` if there are no inputs or forward does not
+    accept them.
 
     Args:
         fake_copy: copy of the model with fake parameters.
@@ -51,7 +48,7 @@ def bind_inputs(
         inputs: the user's inputs; ``None`` uses the model's own dummy inputs.
         global_batch: size of the batch dim; ``None`` keeps the size of the inputs.
         dtype: dtype of floating-point inputs; ``None`` keeps their dtypes.
-        with_labels: add labels to dummy inputs if forward then returns a loss.
+        with_labels: whether labels are added to dummy inputs, if forward returns a loss when it gets labels.
     """
     args, kwargs = split_inputs(original, inputs)
     check_signature(type(original).__name__, original.forward, args, kwargs)
@@ -62,8 +59,8 @@ def bind_inputs(
 
 
 def find_plain_numbers(arguments: Bound) -> dict[str, int | float]:
-    """Return the Python ints and floats among the arguments, by their path (such as ``0`` or ``options.scale``),
-    without booleans.
+    """Return the arguments that are Python ints or floats, but not booleans, as a dict: path, such as ``0`` or
+    ``options.scale`` -> number.
 
     ``arguments``: (positional arguments, keyword arguments).
     """
@@ -72,10 +69,8 @@ def find_plain_numbers(arguments: Bound) -> dict[str, int | float]:
 
 
 def lift_leaves(arguments: Bound, fake_copy: ParameterlessCopy) -> Bound:
-    """Return ``arguments`` with a 0-dimensional fake tensor in place of each Python number whose path, such as
-    ``options.scale``, is in ``fake_copy.numbers``.
-
-    The tensor is float64 for a float, int64 for an int.
+    """Return ``arguments`` with a 0-dimensional fake tensor (float64 for a float, int64 for an int) in place of each
+    Python number whose path, such as ``options.scale``, is in ``fake_copy.numbers``.
 
     Args:
         arguments: (positional arguments, keyword arguments).
@@ -92,9 +87,8 @@ def lift_leaves(arguments: Bound, fake_copy: ParameterlessCopy) -> Bound:
 
 
 def list_forward_arguments(model: nn.Module) -> tuple[Argument, ...]:
-    """Return a record of each named parameter of the ``forward`` of ``model``, in order: its name, its default, and
-    whether it is required. ``*args`` and ``**kwargs`` are left out.
-    """
+    """Return a tuple with a record of each named parameter of the ``forward`` of ``model``, in order: its name, its
+    default, and whether it is required. ``*args`` and ``**kwargs`` are left out."""
     found = []
     for name, parameter in inspect.signature(model.forward).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -106,10 +100,11 @@ def list_forward_arguments(model: nn.Module) -> tuple[Argument, ...]:
 
 
 def split_inputs(model: nn.Module | ExportedProgram, inputs: Any) -> Bound:
-    """Return ``inputs`` as (positional arguments, keyword arguments).
+    """Return ``inputs`` as (positional arguments, keyword arguments). If ``inputs`` is ``None``, return the sample
+    inputs of ``model``, a module or an exported program.
 
-    ``None`` stands for the sample inputs of ``model``, a module or an exported program. Raises :class:`InputsError` if
-    there are none, or if ``inputs`` is neither a tensor, a tuple, a list nor a mapping.
+    Raises :class:`InputsError` if ``inputs`` is ``None`` and there are no sample inputs, or if ``inputs`` is neither a
+    tensor, a tuple, a list nor a mapping.
     """
     if any(isinstance(part, PackedSequence) for part in pytree.tree_leaves(inputs, is_leaf=_is_packed)):
         raise InputsError(
@@ -136,8 +131,8 @@ def _is_packed(tree: Any) -> bool:
 
 
 def _read_example_inputs(program: ExportedProgram) -> Bound:
-    """Return the (positional, keyword) arguments with which ``program`` was exported. Raise :class:`InputsError` if it
-    has none."""
+    """Return the (positional, keyword) arguments with which ``program`` was exported. Raise :class:`InputsError` if the
+    program does not contain them."""
     if program.example_inputs is None:
         raise InputsError("the ExportedProgram carries no example inputs: pass inputs=")
     args, kwargs = program.example_inputs
@@ -145,10 +140,8 @@ def _read_example_inputs(program: ExportedProgram) -> Bound:
 
 
 def _get_dummy_inputs(model: nn.Module) -> dict[str, Any]:
-    """Return the sample inputs that ``model`` offers if it is a Hugging Face model, as keyword arguments.
-
-    Raises :class:`InputsError` if it has none.
-    """
+    """Return the sample inputs of ``model``, a Hugging Face model, as keyword arguments. Raises :class:`InputsError` if
+    ``model`` has none."""
     config, main = getattr(model, "config", None), getattr(model, "main_input_name", None)
     accepted = inspect.signature(model.forward).parameters
     size = getattr(config, "image_size", None)
@@ -188,9 +181,10 @@ def make_fake_arguments(
     """Return ``tree``, a pytree of arguments of forward, with each tensor replaced by a fake tensor, which has a shape
     but no values.
 
-    The batch dim of each is enlarged to ``global_batch`` samples, and floating-point tensors are cast to ``dtype``. For
-    both, ``None`` changes nothing. Raises :class:`InputsError` if ``global_batch`` is given and no tensor has a dim.
-    ``fake_copy``: the copy of the model whose fake tensor mode is used.
+    ``global_batch``: the number of samples to which the batch dim of each tensor is enlarged; ``None`` keeps its size.
+    ``dtype``: the dtype to which floating-point tensors are cast; ``None`` keeps their dtypes. ``fake_copy``: the copy
+    of the model whose fake tensor mode is used. Raises :class:`InputsError` if ``global_batch`` is given and no tensor
+    has a dim.
     """
     leaves, spec = pytree.tree_flatten(tree)
     sample = sample_batch(leaves)
@@ -206,22 +200,22 @@ def make_fake_arguments(
 
 
 def unwrap_numpy_number(value: Any) -> Any:
-    """Return ``value`` as a Python number or boolean if it is one of NumPy; otherwise return it unchanged."""
+    """Return a NumPy number or boolean ``value`` as a Python number or boolean, and any other value unchanged."""
     return value.item() if isinstance(value, np.number | np.bool_) else value
 
 
 def sample_batch(leaves: list[Any]) -> int | None:
-    """Return the number of samples in a batch: the size of the first dim of the first tensor among ``leaves`` that has
-    a dim; ``None`` if there is no such tensor. ``leaves``: the values in the arguments of forward, in order."""
+    """Return the number of samples in a batch: the size of the first dim of the first tensor that has a dim. Return
+    ``None`` if there is no such tensor. ``leaves``: the values in the arguments of forward, in order."""
     return next((int(leaf.shape[0]) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
 
 
 def infer_batch_dims(arguments: Bound) -> tuple[int | None, dict[str, int | None]]:
-    """Return the number of samples in the batch, and for each tensor, by path, the index of its batch dim (``None`` if
-    it has none).
+    """Return (number of samples in the batch, dict: path of a tensor -> index of its batch dim). The index is ``None``
+    for a tensor without a batch dim.
 
-    The number is the size of the first dim of the first tensor (``None`` if no tensor has a dim). A tensor's batch dim
-    is its first dim with that many elements. ``arguments``: (positional arguments, keyword arguments).
+    The number of samples is the size of the first dim of the first tensor (``None`` if no tensor has a dim). A tensor's
+    batch dim is its first dim with that many elements. ``arguments``: (positional arguments, keyword arguments).
     """
     leaves = [(path, leaf) for part in arguments for path, leaf in leaf_paths(part) if isinstance(leaf, Tensor)]
     sample = sample_batch([leaf for _, leaf in leaves])
@@ -242,10 +236,10 @@ def enlarge_batch_shape(tensor: Tensor, sample: int | None, global_batch: int | 
 
 
 def _add_labels(fake_copy: ParameterlessCopy, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return ``kwargs`` with fake ``labels`` if the model then returns a loss, otherwise ``kwargs`` unchanged.
+    """If forward returns a loss when it gets ``labels``, return ``kwargs`` with fake ``labels``; otherwise return
+    ``kwargs`` unchanged. One label for each token is tried first, then one for each sample.
 
-    One label for each token is tried first, then one for each sample. ``kwargs``: keyword arguments of forward.
-    ``fake_copy``: a copy of the model with fake parameters.
+    ``kwargs``: keyword arguments of forward. ``fake_copy``: a copy of the model with fake parameters.
     """
     if "labels" not in inspect.signature(fake_copy.module.forward).parameters or "labels" in kwargs:
         return kwargs

@@ -1,9 +1,9 @@
 """Record state of forward outside of tensors: attributes, globals, closures, random generators and the clock.
 
-A trace runs forward once. A counter, a number drawn from Python's or NumPy's generator, or the time of day would keep
-its value of that moment in the plan. :class:`PythonState` is recorded before a trace and compared after it. For each
+A trace runs forward once. In the plan, a counter, a number drawn from Python's or NumPy's generator, or the time of day
+would keep its value from the trace. :class:`PythonState` is recorded before a trace and compared after it. For each
 change, ``passes/capture/tracing.py`` turns the changed number into a buffer, shows that the change has no effect, or
-refuses the model. The caller's own objects are restored afterwards.
+raises an error. The caller's own objects are restored afterwards.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ Attributes = dict[tuple[str, str], tuple[Any, Any]]  # (module path, attribute n
 class StateChange:
     """A change of Python state (anything except tensors) by forward, such as an attribute or a global variable.
 
-    ``description`` describes the state for messages. ``module`` (a module path) and ``name`` are set for an attribute
-    of a module. ``before`` and ``after`` are the values if they are Python numbers, else ``None``. ``generator``:
-    whether what changed is the state of a random generator."""
+    ``description``: the changed state, as text for messages. ``module`` (a module path) and ``name``: set for an
+    attribute of a module. ``before``, ``after``: the values if they are Python numbers, otherwise ``None``.
+    ``generator``: whether the changed state is that of a random generator.
+    """
 
     description: str
     module: str | None = None
@@ -67,8 +68,7 @@ class StateChange:
     @property
     def is_number(self) -> bool:
         """Return whether an attribute of a module changed that is a Python number both before and after forward. Only
-        such a change can become a buffer.
-        """
+        such an attribute can become a buffer."""
         return self.module is not None and self.before is not None and self.after is not None
 
 
@@ -77,10 +77,11 @@ class _Variable:
     """A Python variable, such as a global, that forward can change and that the traced copy of the model shares with
     the caller.
 
-    ``description`` describes it for messages. ``read`` and ``write`` get and set its present value, ``value`` is the
-    value before forward. ``content`` is a copy of the elements if the value is a container, else ``None``. ``key`` is a
-    key that represents the value before forward, for comparison: the variable has changed if its later value has
-    another key."""
+    ``description``: the variable, as text for messages. ``read``, ``write``: get and set its present value. ``value``:
+    the value before forward. ``content``: if the value is a container, a copy of its elements; otherwise ``None``.
+    ``key``: the comparison key of the value before forward; the variable has changed if its later value has another
+    key.
+    """
 
     description: str
     read: Callable[[], Any]
@@ -90,7 +91,7 @@ class _Variable:
     key: Any
 
     def restore(self) -> None:
-        """Set this Python variable, and the elements of its container, back to what they were before forward."""
+        """Set this Python variable, and the elements of its container, back to their state before forward."""
         if self.read() is not self.value:
             self.write(self.value)
         if self.content is not None and not _have_same_elements(self.value, self.content):
@@ -113,9 +114,9 @@ def _have_same_elements(one: Any, other: Any) -> bool:
 class PythonState:
     """Snapshot of everything besides tensors that the code of a model can change.
 
-    ``attributes``: those of the traced copy's modules, by (module path, attribute name). ``places``: variables outside
-    of the modules, such as globals. ``generators``: random generators of Python and NumPy, each as (description,
-    generator, state).
+    ``attributes``: attributes of the traced copy's modules, by (module path, attribute name). ``places``: variables
+    outside of the modules, such as globals. ``generators``: random generators of Python and NumPy, each as
+    (description, generator, state).
     """
 
     attributes: Attributes
@@ -124,12 +125,9 @@ class PythonState:
 
     @classmethod
     def take(cls, module: nn.Module, *functions: Any) -> PythonState:
-        """Record the Python state that forward can change: the attributes of ``module``, a copy of the model, and the
-        variables, such as globals, that its code can change. ``functions``: further code that forward runs, such as the
-        loss, whose variables are recorded too.
-
-        Return the snapshot, with which later values can be compared.
-        """
+        """Return a snapshot of the Python state that forward can change: the attributes of ``module``, a copy of the
+        model, the variables, such as globals, that its code can change, and random generators. ``functions``: further
+        code that forward runs, such as the loss, whose variables are recorded, too."""
         generators: dict[int, tuple[str, Any, Any]] = {}
         for name, generator in (("Python's random", random), ("NumPy's random", np.random)):
             generators[id(generator)] = (name, generator, _get_generator_state(generator))
@@ -143,7 +141,7 @@ class PythonState:
 
     def find_changes(self, attributes: Attributes) -> list[StateChange]:
         """Return the differences between the snapshot and the present state: one :class:`StateChange` for each variable
-        that has another value.
+        whose value differs.
 
         Args:
             attributes: attributes of the traced copy of the model after its forward: (module path, attribute name) ->
@@ -166,18 +164,17 @@ class PythonState:
         return found
 
     def restore(self) -> None:
-        """Set the Python variables and random generators that are shared with the caller (all but attributes of the
-        traced copy) back to their values in this snapshot."""
+        """Set the Python variables and random generators that the traced copy shares with the caller back to their
+        values in this snapshot. Attributes of the traced copy are not restored."""
         for place in self.places:
             place.restore()
         for _, generator, state in self.generators:
             _set_generator_state(generator, state)
 
     def draw_first(self, module: nn.Module, below: bool) -> None:
-        """Seed all random generators of Python and NumPy, including those that are attributes of ``module``. The first
-        uniform number that each then draws is near 0 if ``below`` is true, otherwise near 1. If traces after these two
-        seeds differ, the drawn numbers have an effect on what forward computes.
-        """
+        """Seed all random generators of Python and NumPy, including those that are attributes of ``module``, so that
+        the first uniform number that each draws is near 0 if ``below`` is true, otherwise near 1. If traces after these
+        two seeds differ, the drawn numbers have an effect on what forward computes."""
         own = [value for part in module.modules() for value in vars(part).values()]
         for generator in (
             *(g for _, g, _ in self.generators),
@@ -201,8 +198,7 @@ def collect_attributes(module: nn.Module) -> Attributes:
 
 
 def _iterate_reachable_variables(module: nn.Module, functions: tuple[Any, ...]) -> Iterator[_Variable]:
-    """Yield the variables that code can change: class attributes, closure variables, defaults and globals of the user's
-    code.
+    """Yield the variables that the user's code can change: class attributes, closure variables, defaults and globals.
 
     Args:
         module: the model; the code of its classes is searched.
@@ -246,10 +242,8 @@ def _iterate_reachable_variables(module: nn.Module, functions: tuple[Any, ...]) 
 
 
 def _make_settable_variable(description: str, holder: Any, name: str, write: Callable[[Any], None]) -> _Variable:
-    """Return a record of the entry or attribute ``name`` of ``holder``, with its present value.
-
-    ``description``: a description for messages. ``write``: sets the variable to a value.
-    """
+    """Return a record of the entry or attribute ``name`` of ``holder``, with its present value. ``description``: the
+    variable, as text for messages. ``write``: sets the variable to a value."""
 
     def read() -> Any:
         return holder[name] if isinstance(holder, Mapping) else getattr(holder, name)
@@ -260,7 +254,7 @@ def _make_settable_variable(description: str, holder: Any, name: str, write: Cal
 
 def _make_fixed_variable(description: str, value: Any) -> _Variable:
     """Return a record of the object ``value``, such as the default of a parameter, that code can change in place but
-    not replace. ``description``: a description for messages."""
+    not replace. ``description``: the object, as text for messages."""
     return _Variable(
         description, lambda: value, lambda _: None, value, _copy_mutable_value(value), _build_value_key(value, {})
     )
@@ -268,8 +262,7 @@ def _make_fixed_variable(description: str, value: Any) -> _Variable:
 
 def _copy_mutable_value(value: Any) -> Any:
     """Return a shallow copy of ``value`` if it is a list, set, dict or deque of at most ``_MOST_ELEMENTS`` (4096)
-    elements; ``None`` if it is anything else.
-    """
+    elements; otherwise return ``None``."""
     mutable = isinstance(value, list | set | dict | collections.deque) and len(value) <= _MOST_ELEMENTS
     return type(value)(value) if mutable and type(value) in (list, set, dict, collections.deque) else None
 
@@ -336,8 +329,7 @@ def _has_attributes(value: Any) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _has_code_of_users(module: str) -> bool:
     """Return whether the Python module with the name ``module`` is the user's code: a notebook, a script, or a file
-    that belongs to neither Python, this project nor a library that this project calls.
-    """
+    that does not belong to Python, this project or a library that this project calls."""
     if module.split(".")[0] in ("torch", "builtins", "numpy", "functools", "collections", "typing", "pytest", "abc"):
         return False
     file = getattr(sys.modules.get(module), "__file__", None)
@@ -345,8 +337,8 @@ def _has_code_of_users(module: str) -> bool:
 
 
 def _build_value_key(value: Any, known: dict[int, Any], depth: int = 0) -> Any:
-    """Return a hashable key of ``value``, to find out later whether the value has changed: the key is then different.
-    An object of an unknown class is represented by its type alone.
+    """Return a hashable key of ``value``. A later, different key shows that the value has changed. An object of an
+    unknown class is represented by its type alone.
 
     Args:
         known: keys of objects that were visited already, by ``id``.
@@ -398,7 +390,7 @@ def _get_plain_number(value: Any) -> int | float | None:
 
 # --- generators -------------------------------------------------------------------------------------------------------
 def _get_generator_state(generator: Any) -> Any:
-    """Return the state of a random generator of Python or NumPy; ``None`` if ``generator`` is no random generator."""
+    """Return the state of a random generator of Python or NumPy; ``None`` if ``generator`` is something else."""
     if generator is random or (isinstance(generator, random.Random) and type(generator) is not random.SystemRandom):
         return generator.getstate()
     if generator is np.random:
@@ -409,8 +401,8 @@ def _get_generator_state(generator: Any) -> Any:
 
 
 def _set_generator_state(generator: Any, state: Any) -> None:
-    """Set the state of ``generator``, a random generator of Python or NumPy. ``state``: a state that was read from a
-    generator of its type."""
+    """Set the state of ``generator``, a random generator of Python or NumPy. ``state``: the state of a generator of the
+    same type."""
     if generator is random or isinstance(generator, random.Random):
         generator.setstate(state)
     elif generator is np.random or isinstance(generator, np.random.RandomState):
@@ -453,15 +445,13 @@ def _seed_generator(generator: Any, below: bool) -> None:
 
 
 def find_draw(run: Callable[[], Any]) -> str:
-    """Call ``run`` and return `` at file:line (code)`` of its first draw from a random generator of Python or NumPy.
-
-    Return an empty text if no draw from the user's code is seen. Exceptions of ``run`` are ignored.
-    """
+    """Call ``run`` and return `` at file:line (code)`` of the first draw of the user's code from a random generator of
+    Python or NumPy. Return an empty text if there is none. Exceptions of ``run`` are ignored."""
     found: list[str] = []
     generators = (random.Random, np.random.RandomState, np.random.Generator)
 
     def watch(frame: types.FrameType, event: str, argument: Any) -> None:
-        """Record the user's line if a profiling event is a call of a random generator's method. Only the first one is
+        """If a profiling event is a call of a random generator's method, record the user's line. Only the first one is
         recorded. ``frame``, ``event``, ``argument``: what Python passes to a profiling function: the stack frame, the
         kind of event, and the called function."""
         if found:
@@ -490,7 +480,7 @@ class ClockObserver:
     """Observes whether traced code reads the clock, and shifts the time that it reads by ``shift_s`` seconds.
 
     ``asked_at``: the first line of the user's code that reads the clock, as `` at file:line (code)``; empty if no line
-    has read it.
+    does.
     """
 
     shift_s: int = 0
@@ -518,10 +508,8 @@ class ClockObserver:
             yield
 
     def _wrap_clock_function(self, name: str, function: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a function that returns the shifted time to the user's code, and the true time to any other code.
-
-        ``function``: the function of ``time`` with the name ``name`` that it replaces.
-        """
+        """Return a replacement for ``function``, the function of ``time`` with the name ``name``. The replacement
+        returns the shifted time to the user's code, and the true time to any other code."""
         shift = self.shift_s * (10**9 if name.endswith("_ns") else 1)
 
         def now() -> Any:
@@ -545,11 +533,8 @@ def are_computations_equal(one: Captured, other: Captured) -> bool:
 
 
 def _build_capture_key(captured: Captured) -> Any:
-    """Return a key of the graph of ``captured`` that is equal for graphs with the same operators, outputs, updates of
-    buffers and loss.
-
-    Values that depend on constants alone are represented by a hash of their elements.
-    """
+    """Return a key of the graph of ``captured``. Graphs with the same operators, outputs, updates of buffers and loss
+    have equal keys. Values that depend on constants alone are represented by a hash of their elements."""
     fixed = _evaluate_constants(captured)
     places: dict[fx.Node, str] = {}
     rows: list[tuple[str, str, str, str]] = []
@@ -570,8 +555,7 @@ def _build_capture_key(captured: Captured) -> Any:
 
 def _evaluate_constants(captured: Captured) -> dict[fx.Node, Any]:
     """Return the values of the nodes of ``captured`` that depend on constants alone: node -> value. Results of more
-    than ``_MOST_NUMBERS`` (2**22) elements, and all that is computed from them, are left out.
-    """
+    than ``_MOST_NUMBERS`` (2**22) elements, and all values that are computed from them, are left out."""
     values: dict[fx.Node, Any] = {}
     for node in captured.graph.nodes:
         if node.op == "placeholder":
@@ -589,8 +573,7 @@ def _evaluate_constants(captured: Captured) -> dict[fx.Node, Any]:
 
 def _is_repeatable(node: fx.Node) -> bool:
     """Return whether ``node`` is a deterministic operator of torch whose result has at most ``_MOST_NUMBERS`` (2**22)
-    elements. Two captured graphs are then compared by this result, not by the operators that compute it.
-    """
+    elements. Captured graphs are compared by the values of such nodes if these depend on constants alone."""
     tags, given = getattr(node.target, "tags", ()), node.meta.get("val")
     small = not isinstance(given, Tensor) or given.numel() <= _MOST_NUMBERS
     of_torch = getattr(node.target, "namespace", "aten") == "aten"
@@ -602,9 +585,8 @@ def _to_cpu(argument: Any) -> Any:
 
 
 def _digest_constant_value(value: Any) -> str:
-    """Return a text that represents ``value``, the result of a graph node; it is equal for equal values. A tensor is
-    represented by its shape, its dtype and a hash of its bytes, a tuple or list by its elements.
-    """
+    """Return a text that represents ``value``, the result of a graph node; equal values have equal texts. A tensor is
+    represented by its shape, its dtype and a hash of its bytes, a tuple or list by its elements."""
     if isinstance(value, tuple | list):
         return repr([_digest_constant_value(v) for v in value])
     if not isinstance(value, Tensor):

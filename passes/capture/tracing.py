@@ -2,7 +2,8 @@
 
 Requires: a fake copy (a copy with fake parameters, from ``passes/capture/export.py``) and its arguments. Provides: a
 captured graph in which Python numbers of the inputs are 0-dimensional tensors, and Python numbers that forward changes
-(counters) are buffers. Other Python state that forward changes is refused if it has an effect on what forward computes.
+(counters) are buffers. If forward changes other Python state, and this has an effect on what forward computes, an error
+is raised.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ class Trace:
     ``captured``: the model's graph with the names of its parameters, buffers, inputs and outputs. ``attributes_after``:
     the attributes of the fake copy's modules after forward: (module path, attribute name) -> (comparison key, value),
     where equal keys mean that an attribute has not changed. ``arguments``: (positional arguments, keyword arguments) of
-    forward. ``uses``: for each input that is a Python number and fixed in the plan: path -> what forward uses it for,
-    as text."""
+    forward. ``uses``: path of an input that is a Python number and fixed in the plan -> what forward uses it for, as
+    text.
+    """
 
     captured: Captured
     fake_copy: ParameterlessCopy
@@ -73,8 +75,8 @@ class Tracer:
     """Settings that all traces of ``model`` share.
 
     ``dtype``: the dtype to which floating-point tensors are cast; ``None`` keeps their dtypes. ``loss``: computes the
-    loss from the model's output; ``None`` if there is none. ``train``: whether gradients are traced. ``canonical`` maps
-    each name of a parameter or buffer to the name that is used for it. ``functions`` has code outside of modules that a
+    loss from the model's output; ``None`` if there is none. ``train``: whether gradients are traced. ``canonical``:
+    name of a parameter or buffer -> the one name that is used for it. ``functions``: code outside of modules that a
     trace calls, such as hooks.
     """
 
@@ -95,7 +97,7 @@ class Tracer:
         return PythonState.take(module, self.model.forward, self.loss, *self.functions)
 
     def capture(self, fake_copy: ParameterlessCopy, arguments: Bound, lift_numbers: bool, before: PythonState) -> Trace:
-        """Trace the forward of ``fake_copy`` and return the result; Python state that forward changed is restored
+        """Trace the forward of ``fake_copy`` and return the result. Python state that forward changed is restored
         afterwards.
 
         Raises :class:`UnsupportedError` if forward changes Python state that has an effect on what it computes and that
@@ -104,7 +106,7 @@ class Tracer:
         Args:
             fake_copy: the copy of the model with fake tensors that is traced.
             arguments: (positional arguments, keyword arguments) of forward.
-            lift_numbers: read Python numbers of the inputs as tensors if forward allows it.
+            lift_numbers: whether to read Python numbers of the inputs as tensors if forward allows it.
             before: the Python state from which forward starts.
         """
         clock = ClockObserver()
@@ -123,15 +125,16 @@ class Tracer:
         """Trace ``fake_copy``, a copy of the model with fake tensors, and return the captured graph with a record of
         the trace.
 
-        If forward loops over the experts that some row (token) chose, the loop is traced over all experts. If it
-        branches on whether an expert has rows, this is traced as if it had. In both cases forward is traced twice more,
+        A loop of forward over the experts that some row (token) chose is traced over all experts. A branch of forward
+        on whether an expert has rows is traced as if the expert had rows. In both cases, forward is traced twice more,
         as if even experts had no rows, and as if odd ones had none. These traces serve to prove that an expert without
         rows has no effect; they are stored in ``captured.turns`` of the result.
 
         Args:
             arguments: (positional arguments, keyword arguments) of forward.
-            uses: for each input that is a Python number and fixed in the plan: path -> what forward uses it for, as
-                text. It is stored in the result.
+            uses: path of an input that is a Python number and fixed in the plan -> what forward uses it for, as text.
+              It is
+                stored in the result.
         """
         attributes_after: Attributes = {}
         captured, traced = self._trace_module(fake_copy, arguments, attributes_after)
@@ -144,13 +147,15 @@ class Tracer:
         return Trace(captured.with_(turns=tuple(pairs), signature=signature), traced, attributes_after, arguments, uses)
 
     def renew_copy(self, fake_copy: ParameterlessCopy, **changes: Any) -> ParameterlessCopy:
-        """Return a new copy of the model with fake tensors, ready for another trace, with the options of ``fake_copy``,
-        an earlier copy.
+        """Return a new copy of the model with fake tensors for another trace, with the options of ``fake_copy``, an
+        earlier copy.
 
         Args:
-            changes: name of a field of the fake copy -> its new value. The extra key ``flipped`` has conditions on
-                lifted numbers (Python numbers that are traced as tensors): the next trace takes the other branch for
-                these.
+            changes: name of a field of the fake copy -> its new value. Two keys are not field names. ``hits`` has the
+              record
+                of loops over experts (the field ``loops``). ``flipped`` has conditions on lifted numbers (Python
+                  numbers that
+                are traced as tensors), at which the next trace takes the other branch.
         """
         scope = LiftScope(fake_copy.scope.find_line, changes.pop("flipped", ()))
         loops = changes.pop("hits", None) or TracedLoops()
@@ -174,9 +179,9 @@ class Tracer:
 
     def _trace_with_numbers(self, fake_copy: ParameterlessCopy, arguments: Bound, lift_numbers: bool) -> Trace:
         """Trace ``fake_copy``, a copy of the model with fake tensors, and return the result. Inputs that are Python
-        numbers become tensors if forward accepts that; otherwise their values are fixed in the graph.
+        numbers become tensors if forward accepts tensors; otherwise their values are fixed in the graph.
 
-        ``lift_numbers``: whether to try tensors at all. ``arguments``: (positional, keyword) arguments of forward.
+        ``lift_numbers``: whether tensors are tried at all. ``arguments``: (positional, keyword) arguments of forward.
         """
         numbers, uses = self._choose_numbers(fake_copy, arguments) if lift_numbers else ({}, {})
         if numbers:
@@ -189,8 +194,9 @@ class Tracer:
     def _choose_numbers(
         self, fake_copy: ParameterlessCopy, arguments: Bound
     ) -> tuple[dict[str, int | float], dict[str, str]]:
-        """Choose the Python numbers of the inputs that forward accepts as tensors. Return two dicts by path of the
-        input: the chosen numbers, and, for each other number, a text on what forward uses it for.
+        """Choose the inputs that are Python numbers and that forward accepts as tensors. Return two dicts by path of
+        the input: the values of the chosen inputs; and texts on what forward uses numbers for, among them one for each
+        number that was not chosen.
 
         Args:
             fake_copy: copy of the model with fake tensors.
@@ -200,9 +206,11 @@ class Tracer:
 
         def runs(chosen: dict[str, int | float]) -> bool:
             """Return whether the model's forward runs if the inputs ``chosen``, which are Python numbers, are passed as
-            tensors. If ``chosen`` has a single number, also store a text in the dict ``uses`` of the enclosing
-            function, under the path of the number: what forward needs a Python number for, or an empty text if a tensor
-            suffices. ``chosen``: input path -> value.
+            tensors. ``chosen``: input path -> value.
+
+            If ``chosen`` has a single number, also store a text in the dict ``uses`` of the enclosing function, under
+            the path of the number. The text says what forward needs a Python number for; it is empty if a tensor
+            suffices.
             """
             tried = self.renew_copy(fake_copy, numbers=chosen)
             result = try_forward(tried, *lift_leaves(arguments, tried))
@@ -219,17 +227,17 @@ class Tracer:
     def _trace_module(
         self, fake_copy: ParameterlessCopy, arguments: Bound, attributes_after: Attributes
     ) -> tuple[Captured, ParameterlessCopy]:
-        """Trace a copy of the model with fake tensors (a fake copy) once. Return the captured graph and the copy that
-        was traced.
+        """Trace a copy of the model with fake tensors (a fake copy) once. Return (captured graph, fake copy that was
+        traced).
 
-        Of equal layers only one is traced. If that fails, a new fake copy is traced with all layers, and is the one
+        Of equal layers only one is traced. If that fails, a new fake copy is traced with all layers, and this copy is
         returned.
 
         Args:
             fake_copy: the fake copy to trace.
             arguments: (positional arguments, keyword arguments) of forward.
-            attributes_after: receives the attributes after forward, (module path, attribute name) -> (comparison key,
-                value), because torch.export resets them.
+            attributes_after: a dict that is filled with the attributes after forward, (module path, attribute name) ->
+                (comparison key, value), because torch.export resets them.
         """
         args, kwargs = arguments
         canonical = {**self.canonical, **{c.buffer: c.full_name for c in fake_copy.counters}}
@@ -238,17 +246,15 @@ class Tracer:
         def made(
             fake_copy: ParameterlessCopy, program: ExportedProgram, finish: Callable[[Captured], Captured]
         ) -> tuple[Captured, ParameterlessCopy]:
-            """Return two values: the captured graph of ``program``, and ``fake_copy``. ``program``: the result of
-            torch.export for ``fake_copy``, a copy of the model.
+            """Return (captured graph of ``program``, ``fake_copy``). ``program``: the result of torch.export for
+            ``fake_copy``, a copy of the model. ``finish``: rewrites the captured graph at the end.
 
             A loop of forward over the experts that some row (token) chose was traced as a loop over all experts, and a
-            branch on whether an expert has rows as if it had. If there are any, the field ``turns`` of the captured
-            graph gets two more captures of the same program. In the first, the masks of the rows that chose an even
-            expert are zeros; in the second, those of odd experts. The caller uses them to prove that an expert without
-            rows changes nothing. Raise :class:`UnsupportedError` if a loop was left early, or if such masks were
-            written in place.
-
-            ``finish``: function that rewrites the captured graph at the end.
+            branch on whether an expert has rows as if it had rows. If there are any, the field ``turns`` of the
+            captured graph gets two more captures of the same program. In the first, the masks of the rows that chose an
+            even expert are zeros; in the second, those of odd experts. The caller uses them to prove that an expert
+            without rows changes nothing. Raise :class:`UnsupportedError` if a loop was left early, or if such masks
+            were written in place.
             """
             loops = fake_copy.loops
             loops.check_complete()
@@ -315,12 +321,13 @@ class Tracer:
     def _prepare_retry_copy(
         self, fake_copy: ParameterlessCopy, loops: TracedLoops, attributes_after: Attributes
     ) -> ParameterlessCopy:
-        """Return a new copy of the model with fake tensors, with the options of ``fake_copy``, for another trace after
-        a trace of ``fake_copy`` (an earlier copy) failed.
+        """Return a new copy of the model with fake tensors for another trace after a trace of ``fake_copy`` (an earlier
+        copy) has failed. The new copy has the options of ``fake_copy``.
 
         Args:
             loops: an empty record of loops over experts for the new trace.
-            attributes_after: receives the attributes of the new copy's modules after forward, by (module path,
+            attributes_after: a dict that the new copy's forward fills with the attributes of its modules, by (module
+              path,
                 attribute name).
         """
         made = replace(self.renew_copy(fake_copy, hits=loops), scope=fake_copy.scope)
@@ -328,9 +335,9 @@ class Tracer:
         return made
 
     def prepare(self, fake_copy: ParameterlessCopy, attributes_after: Attributes) -> None:
-        """Replace the forward of ``fake_copy``, a copy of the model with fake tensors, by one that returns (output,
-        loss) if there is a loss, else the output. At its end, the new forward also stores the attributes of the fake
-        copy's modules in ``attributes_after``, as (module path, attribute name) -> (comparison key, value)."""
+        """Replace the forward of ``fake_copy``, a copy of the model with fake tensors. The new forward returns (output,
+        loss) if there is a loss, otherwise the output. At its end, it also stores the attributes of the fake copy's
+        modules in ``attributes_after``, as (module path, attribute name) -> (comparison key, value)."""
         loss, forward = self.loss, fake_copy.module.forward
 
         @functools.wraps(forward)
@@ -354,16 +361,15 @@ def make_hookless_copy(
     casts: str | None = None,
     keep_caches: bool = False,
 ) -> ParameterlessCopy:
-    """Return a copy of ``model`` with fake tensors, without the hooks that only observe: they return
-    ``None`` and change nothing.
-
-    Forward hooks of the outermost module become part of its forward.
+    """Return a copy of ``model`` with fake tensors, without the hooks that only observe, that is, return ``None`` and
+    change nothing. Forward hooks of the outermost module become part of its forward.
 
     Args:
         dtype: dtype of the copy's floating-point tensors; ``None`` keeps their dtypes.
         mode: fake tensor mode of the copy; ``None`` creates one.
         casts: device type (``cpu`` or ``cuda``) whose ``torch.autocast`` regions take effect; ``None`` if none do.
-        keep_caches: leave generation caches on where the model's configurations have them on.
+        keep_caches: whether generation caches that the model's configurations switch on stay on; if false, they are
+            switched off.
     """
     fake_copy = make_fake_copy(model, dtype, mode, casts, keep_caches)
     drop_looking_hooks(fake_copy.module)
@@ -372,8 +378,8 @@ def make_hookless_copy(
 
 
 def list_fixed_input_notes(signature: CallSignature, uses: Mapping[str, str]) -> Iterator[str]:
-    """Yield one note for the user that lists the inputs whose values are fixed in the plan, or nothing if there are
-    none.
+    """Yield one note for the user that lists the inputs whose values are fixed in the plan. If there are none, yield
+    nothing.
 
     Args:
         signature: how forward is called; its field ``fixed`` has these values by path.
@@ -390,9 +396,8 @@ def list_fixed_input_notes(signature: CallSignature, uses: Mapping[str, str]) ->
 
 def _add_counter_updates(captured: Captured, counters: Sequence[Counter]) -> Captured:
     """Return the captured model ``captured`` with final entries for the buffers that stand for ``counters``, the Python
-    numbers that forward changes, such as a count of calls. Such a buffer gets the name of its number, such as
-    ``layers.0.calls``, as its only name; ``constants`` gets the number's value before the first call under this
-    name."""
+    numbers that forward changes, such as a count of calls. The only name of such a buffer becomes the name of its
+    number, such as ``layers.0.calls``. Under this name, ``constants`` gets the number's value before the first call."""
     states, constants = dict(captured.states), dict(captured.constants)
     for counter in counters:
         if counter.full_name in states:
@@ -412,8 +417,8 @@ class _StateChangeResolver:
     trace. A change without effect on results is ignored, with a note for the user. A number that forward changes can
     become a buffer of the plan. Any other change raises :class:`UnsupportedError`.
 
-    ``before``: the state before forward. ``first``: the trace in which forward changed it. ``tracer``: makes further
-    traces.
+    ``before``: the state before forward. ``first``: the trace in which forward changed the state. ``tracer``: makes
+    further traces.
     """
 
     tracer: Tracer
@@ -421,10 +426,11 @@ class _StateChangeResolver:
     first: Trace
 
     def resolve(self, changes: Sequence[StateChange], clock: ClockObserver) -> Trace:
-        """Check what forward changed, and return the trace to use, with notes for the user added to its graph.
+        """Check the changes of Python state by forward, and return the trace to use, with notes for the user added to
+        its graph.
 
         Raise :class:`UnsupportedError` for a change that has an effect on what forward computes and cannot be a buffer.
-        ``changes``: what the first trace changed. ``clock``: records whether the first trace read the time.
+        ``changes``: the changes in the first trace. ``clock``: records whether the first trace read the time.
         """
         notes = [*self._check_draws([c for c in changes if c.generator]), *self._check_clock(clock)]
         changes = [c for c in changes if not c.generator]
@@ -437,11 +443,11 @@ class _StateChangeResolver:
     # -- random draws and the clock
 
     def _check_draws(self, changes: Sequence[StateChange]) -> Iterator[str]:
-        """Yield a note for each random generator of Python or NumPy that forward drew from without effect on what it
-        computes.
+        """For each random generator of Python or NumPy from which forward drew numbers, yield a note that the draws
+        have no effect on what forward computes.
 
         Raise :class:`UnsupportedError` if traces with other random numbers compute something else. ``changes``: the
-        generators that forward advanced.
+        changes of the generators.
         """
         for below in (True, False) if changes else ():
             self.before.restore()
@@ -467,8 +473,8 @@ class _StateChangeResolver:
             )
 
     def _check_clock(self, clock: ClockObserver) -> Iterator[str]:
-        """Yield a note if forward read the time without effect on what it computes; nothing if it did not read the
-        time.
+        """If forward read the time, yield a note that this has no effect on what forward computes; otherwise yield
+        nothing.
 
         Raise :class:`UnsupportedError` if a trace at another time computes something else. ``clock``: records where
         forward read the time.
@@ -489,10 +495,10 @@ class _StateChangeResolver:
     # -- attributes, globals, closures
 
     def _resolve_changes(self, changes: Sequence[StateChange]) -> tuple[Trace, list[str]]:
-        """Find out whether the attributes, globals and closure variables that forward changed have an effect on later
-        calls of forward. Return the trace to use (the first one, or one in which changed numbers are buffers), and a
-        list of notes for the user. Raise :class:`UnsupportedError` if a change has an effect on the next call of
-        forward and cannot be a buffer. ``changes``: what the first trace changed."""
+        """Find out whether changes of attributes, globals and closure variables by forward have an effect on later
+        calls of forward. Return (the trace to use, a list of notes for the user). The trace is the first one, or one in
+        which the changed numbers are buffers. Raise :class:`UnsupportedError` if a change has an effect on the next
+        call of forward and cannot be a buffer. ``changes``: the changes in the first trace."""
         second, changed_again = self._trace_after(self.first)
         same = second is not None and are_computations_equal(self.first.captured, second.captured)
         if same and not changed_again:  # later calls change no state either, and compute the same
@@ -506,12 +512,12 @@ class _StateChangeResolver:
         return self.first, [_format_unused_note(changes)]
 
     def _check_counted_trace(self, counted: Trace, others: Sequence[StateChange]) -> tuple[Trace, list[str]]:
-        """Check ``counted``, the trace in which the Python numbers that forward changes are buffers. Return the trace
-        to use and a list of notes for the user. The trace is ``counted``, or the first trace if no result depends on
+        """Check ``counted``, the trace in which the Python numbers that forward changes are buffers. Return (the trace
+        to use, a list of notes for the user). The trace is ``counted``, or the first trace if no result depends on
         these numbers.
 
-        Raises :class:`UnsupportedError` if the other branch of a condition on such a number would compute something
-        else, or if another change has an effect on the next call of forward.
+        Raises :class:`UnsupportedError` if forward branches on such a number and the other branch would compute
+        something else, or if another change has an effect on the next call of forward.
 
         Args:
             counted: the trace with buffers in place of the numbers.
@@ -568,10 +574,10 @@ class _StateChangeResolver:
         )
 
     def _trace_after(self, trace: Trace) -> tuple[Trace | None, list[StateChange]]:
-        """Trace a second call of forward, from the Python state that the first call left.
+        """Trace a second call of forward, from the Python state after the first call.
 
-        Return that trace (``None`` if it fails), and a list of the changes that the second call makes to Python state
-        except random generators (empty if the trace fails). ``trace``: the trace of the first call.
+        Return (that trace, a list of the changes of Python state by the second call, without those of random
+        generators). If the trace fails, return (``None``, an empty list). ``trace``: the trace of the first call.
         """
         try:
             fake_copy = self.tracer.renew_copy(
@@ -594,11 +600,12 @@ class _StateChangeResolver:
         return second, [c for c in changed if not c.generator]
 
     def _run_once(self, arguments: Bound, fake_copy: ParameterlessCopy) -> None:
-        """Call the forward of ``fake_copy`` (a copy of the model with fake tensors), with Python state as it was before
-        the first call, to bring the fake copy into the state after one call.
+        """Call the forward of ``fake_copy`` (a copy of the model with fake tensors) once, from the Python state before
+        the first call, so that the fake copy is in the state after one call.
 
         Tensors that forward stores have values if these depend on neither inputs nor weights. Raises
-        :class:`_ForwardFailed` if forward fails. ``arguments``: (positional, keyword) arguments of forward."""
+        :class:`_ForwardFailed` if forward fails. ``arguments``: (positional, keyword) arguments of forward.
+        """
         self.before.restore()
         own = vars(fake_copy.module).get("forward")
         self.tracer.prepare(fake_copy, {})
@@ -620,9 +627,8 @@ class _StateChangeResolver:
     # -- error messages
 
     def _refuse_state_changes(self, changes: Sequence[StateChange]) -> None:
-        """Raise :class:`UnsupportedError` with the message that forward changes Python state (``changes``) which has an
-        effect on its next call.
-        """
+        """Raise :class:`UnsupportedError` with the message that forward makes the changes ``changes`` of Python state,
+        which have an effect on its next call."""
         raise UnsupportedError(
             f"the forward changes {_format_changed_names(changes)}, and the results of its next call depend on this: "
             "a plan would repeat the first call at every step; keep it in a buffer of the module "
@@ -630,9 +636,8 @@ class _StateChangeResolver:
         )
 
     def _refuse_decision(self, guard: Guard) -> None:
-        """Raise :class:`UnsupportedError` with the message that a branch of forward depends on a Python number that
-        forward changes. ``guard``: the condition of the branch, with its source line.
-        """
+        """Raise :class:`UnsupportedError` with the message that forward branches on a Python number that it changes
+        itself. ``guard``: the condition of the branch, with its source line."""
         where = f" ({guard.where})" if guard.where else ""
         raise UnsupportedError(
             f"forward branches on {guard}{where}, a Python number that it changes itself, but a plan contains only "
@@ -642,8 +647,8 @@ class _StateChangeResolver:
 
 
 def _format_unused_note(changes: Sequence[StateChange]) -> str:
-    """Return a note for the user that Python state which forward changed has no effect on what it computes.
-    ``changes``: the changed variables."""
+    """Return a note for the user that forward changes Python state, but that this has no effect on what forward
+    computes. ``changes``: the changed variables."""
     return (
         f"forward changes {_format_changed_names(changes)}, which has no effect on the results of its next "
         "call: the plan does not change it"
@@ -683,7 +688,7 @@ def _is_unchanged(before: PythonState, after: Attributes, key: tuple[str, str]) 
 
 
 def _map_tensor_addresses(model: nn.Module) -> dict[int, str]:
-    """Return the names of the parameters and buffers of ``model`` that have values: memory address of the tensor's data
+    """Return a dict for the parameters and buffers of ``model`` that have values: memory address of the tensor's data
     -> name."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     known = [(n, t) for n, t in named if not (t.is_meta or isinstance(t, FakeTensor))]
@@ -705,21 +710,22 @@ def _copy_container(value: Any) -> Any:
 def _expand_shared_layers(
     states: Mapping[int, Sequence[ModelState | None]], canonical: Mapping[str, str], captured: Captured
 ) -> Captured:
-    """Return ``captured`` with the operators of all layers, if only the first of several equal layers was traced: the
-    operator that stands for a call of an equal layer is replaced by copies of the traced layer's operators.
+    """Return ``captured``, in which only one of several equal layers was traced, with the operators of all layers. The
+    operator that stands for a call of another layer is replaced by copies of the traced layer's operators.
 
     ``states``: number of a module whose parameters were removed for the trace -> its states in order, with ``None`` in
-    place of a state that was not removed. ``canonical``: maps each name of a state (parameter or buffer) to the name
-    that is used for it, in the order of the model.
+    place of a state that was not removed. ``canonical``: name of a state (parameter or buffer) -> the one name that is
+    used for it, in the order of the model.
     """
     return sort_states(expand_layer_operators(captured, states), canonical.values())
 
 
 def _list_removed_states(parked: ParkedParameters, canonical: Mapping[str, str]) -> dict[int, list[ModelState | None]]:
-    """Return, for each module whose parameters were removed for the trace, its states in order: number of the module ->
-    a list with a :class:`ModelState` for each removed parameter, and ``None`` in place of a state that was not removed.
+    """Return the states of each module whose parameters were removed for the trace, as a dict: number of the module ->
+    a list in order, with a :class:`ModelState` for each removed parameter and ``None`` for a state that was not
+    removed.
 
-    ``parked``: the removed parameters. ``canonical``: maps each name of a state to the name that is used for it.
+    ``parked``: the removed parameters. ``canonical``: name of a state -> the one name that is used for it.
     """
     names: dict[str, list[str]] = {}
     for alias, name in canonical.items():

@@ -1,12 +1,12 @@
 """Check the user's model and tensors before tracing, and remove wrapper modules.
 
 Tensors that are not plain arrays (sparse, quantized, nested, distributed) have no strides or no storage, and would fail
-deep inside a trace or a rank. They are refused with a message that says what to convert them to.
+deep inside a trace or on a rank. An error for such a tensor says what to convert it to.
 
 ``torch.compile``, ``DataParallel``, ``DistributedDataParallel`` and ``checkpoint_wrapper`` put a module around another
 one, and a part such as ``_orig_mod.`` into the names of its weights. They say how to run a model, not what it computes.
-:func:`unwrap_model` removes them and returns notes for the user, or refuses them. Requires: a module as the user passes
-it. Provides: the module inside, with the same tensors, under the names of the model's own code.
+:func:`unwrap_model` removes them and returns notes for the user, or raises an error. Requires: a module as the user
+passes it. Provides: the module inside, with the same tensors, under the names of the model's own code.
 """
 
 from __future__ import annotations
@@ -34,11 +34,9 @@ _MAX_LISTED_LEAVES = 8  # most leaves that a message lists
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise :class:`InputsError` or :class:`UnsupportedError` if ``model`` or a module in it cannot be traced.
-
-    This is so if it has no ``forward``, packed quantized weights, uninitialised lazy parameters, or parameters or
-    buffers that are sparse, nested, quantized, a DTensor or another subclass that holds tensors.
-    """
+    """Raise :class:`InputsError` or :class:`UnsupportedError` if ``model`` or a module in it cannot be traced: if it
+    has no ``forward``, packed quantized weights, uninitialised lazy parameters, or parameters or buffers that are
+    sparse, nested, quantized, a DTensor or another subclass that holds tensors."""
     if not callable(getattr(model, "forward", None)):
         raise InputsError(f"{type(model).__name__} has no method forward; expected one, from which the plan is made")
     for name, module in model.named_modules():
@@ -72,10 +70,10 @@ def check_tensor(tensor: Tensor, what: str, error: type[PartitionError], *, numb
 
 
 def _describe_unsupported_kind(tensor: Tensor, numbers: bool) -> tuple[str, str]:
-    """Return two texts for an error message if ``tensor`` is nested, a DTensor, sparse, quantized or a subclass that
-    holds other tensors: its kind, and advice for the user. Return two empty texts for an ordinary tensor.
+    """Return (kind of ``tensor``, advice for the user), as texts for an error message, if ``tensor`` is nested, a
+    DTensor, sparse, quantized or a subclass that holds other tensors. Return two empty texts for an ordinary tensor.
 
-    ``numbers``: also return texts for a tensor on the meta device or a fake tensor, which have no values.
+    ``numbers``: whether to return texts also for a fake tensor or a tensor on the meta device, which have no values.
     """
     if tensor.is_nested:
         return "a nested tensor", "pad it (torch.nested.to_padded_tensor) and mask what is padded"
@@ -110,7 +108,8 @@ def check_inputs(leaves: Sequence[tuple[str, Any]]) -> None:
 
 
 def _suggest_replacement(leaf: Any) -> str:
-    """Return advice for messages on what to pass in place of ``leaf``, an input of a type that cannot be traced."""
+    """Return advice, as text for messages, on what to pass in place of ``leaf``, an input of a type that cannot be
+    traced."""
     if hasattr(leaf, "__array__"):
         return "make a tensor of it (torch.from_numpy, torch.tensor)"
     if isinstance(leaf, Set):
@@ -171,12 +170,9 @@ _MAX_LISTED_PLACES = 3  # most module paths that a note lists
 
 
 def unwrap_model(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
-    """Return ``model`` without wrapper modules, such as ``DataParallel``, and a note for the user on each kind of
-    wrapper removed.
-
-    The returned model has the same tensors. A model without wrappers is returned itself. Raises
-    :class:`UnsupportedError` if a wrapper has hooks, which would be lost.
-    """
+    """Return (``model`` without wrapper modules, such as ``DataParallel``; a tuple with a note for the user on each
+    kind of wrapper that was removed). The returned model has the same tensors. A model without wrappers is returned
+    itself. Raises :class:`UnsupportedError` if a wrapper has hooks, which would be lost."""
     named = [(_strip_wrapper_path(model, path), module) for path, module in model.named_modules()]
     wrappers = [(name, module) for name, module in named if _find_wrapped_module(module) is not None]
     compiled = [name for name, module in named if _is_compiled(module)]
@@ -197,9 +193,8 @@ def unwrap_model(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Raise :class:`UnsupportedError` if ``model`` is sharded already (such as by FSDP), or :class:`CaptureError` if it
-    is TorchScript, which cannot be traced.
-    """
+    """Raise :class:`UnsupportedError` if ``model`` is sharded already (such as by FSDP). Raise :class:`CaptureError` if
+    it is TorchScript, which cannot be traced."""
     for path, module in model.named_modules():
         kind = next((said for wrapper_class, said in _SHARDED.items() if _is_instance_of(module, wrapper_class)), None)
         if kind is None and any(_is_instance_of(p, _DTENSOR) for p in module.parameters(recurse=False)):
@@ -235,7 +230,7 @@ def _iterate_wrapper_notes(wrappers: Sequence[tuple[str, nn.Module]], compiled: 
 
 
 def _format_module_names(paths: Sequence[str]) -> str:
-    """Return the module paths ``paths`` as one text for messages, with ``the whole model`` for the empty path; a long
+    """Return the module paths ``paths`` as one text for messages, with ``the whole model`` for the empty path. A long
     list is shortened."""
     names = list(dict.fromkeys(path or "the whole model" for path in paths))
     more = f" and {len(names) - _MAX_LISTED_PLACES} more" if len(names) > _MAX_LISTED_PLACES else ""
@@ -255,7 +250,7 @@ def _strip_wrapper_path(model: nn.Module, path: str) -> str:
 
 
 def _find_wrapped_module(module: nn.Module) -> nn.Module | None:
-    """Return the module inside of a wrapper module; ``None`` if ``module`` is no wrapper."""
+    """Return the module inside of the wrapper ``module``; ``None`` if ``module`` is not a wrapper."""
     attribute = next(
         (name for wrapper_class, name in _WRAPPED_ATTRIBUTES.items() if _is_instance_of(module, wrapper_class)), None
     )
@@ -263,8 +258,8 @@ def _find_wrapped_module(module: nn.Module) -> nn.Module | None:
 
 
 def _is_instance_of(value: Any, wrapper_class: _Class) -> bool:
-    """Return whether ``value`` is an instance of a class that is given by name; false if the class's module is not
-    imported.
+    """Return whether ``value`` is an instance of the class ``wrapper_class``. If the class's module is not imported,
+    return false.
 
     Args:
         wrapper_class: (name of the Python module, name of the class).
@@ -309,20 +304,18 @@ def _refuse_hooked(path: str, wrapper: nn.Module) -> None:
 # --- copies -----------------------------------------------------------------------------------------------------------
 def make_sharing_memo(model: nn.Module) -> dict[int, Any]:
     """Return a memo for ``copy.deepcopy``: ``id`` of a tensor -> the tensor itself. A copy of ``model`` that is made
-    with it shares all its tensors with ``model``.
-    """
+    with this memo shares all its tensors with ``model``."""
     held = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
     return {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers(), *held)}
 
 
 def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a deep copy of ``model`` in which functions that refer to its modules, such as hooks, refer to the copies.
-
-    ``copy.deepcopy`` does not copy functions, so that a ``forward`` wrapped around another one would still call the
-    original layers.
+    ``copy.deepcopy`` does not copy functions, so a ``forward`` wrapped around another one would still call the original
+    layers.
 
     Args:
-        memo: the memo of ``copy.deepcopy``: maps the ``id`` of an original object to its copy.
+        memo: the memo of ``copy.deepcopy``: ``id`` of an original object -> its copy.
     """
     made = copy.deepcopy(model, memo)
     for module in made.modules():
@@ -342,9 +335,10 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _rebind_to_copies(value: Any, memo: dict[int, Any]) -> Any:
-    """Return ``value``, such as a hook, with the modules that it refers to replaced by their copies.
+    """Return ``value``, such as a hook, with the modules to which it refers replaced by their copies. If it refers to
+    no copied module, ``value`` itself is returned.
 
-    ``memo``: ``id`` of an original module -> its copy. ``value`` itself is returned if it refers to no copied module.
+    ``memo``: ``id`` of an original module -> its copy.
     """
     if isinstance(value, nn.Module):
         return memo.get(id(value), value)
@@ -365,10 +359,10 @@ def _rebind_to_copies(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _rebind_function(function: FunctionType, memo: dict[int, Any]) -> Any:
-    """Return a copy of ``function`` whose closure and defaults refer to copies of modules; itself if it refers to none.
+    """Return a copy of ``function`` whose closure and defaults refer to copies of modules. If ``function`` refers to no
+    copied module, it is returned itself. If ``torch.compile`` wraps ``function``, the function inside is used instead.
 
-    If ``torch.compile`` wraps ``function``, the result is from the function inside. ``memo``: ``id`` of an original
-    object -> its copy.
+    ``memo``: ``id`` of an original object -> its copy.
     """
     if id(function) in memo:  # the function refers to itself
         return memo[id(function)]
@@ -402,10 +396,8 @@ def _read_cell_content(cell: CellType) -> Any:
 
 # --- hooks of the outermost module ------------------------------------------------------------------------------------
 def take_hooks_into_forward(model: nn.Module) -> None:
-    """Replace ``model.forward`` by a function that also calls the model's forward hooks, and clear the hook tables.
-
-    A trace then records the output that the hooks return.
-    """
+    """Replace ``model.forward`` by a function that also calls the model's forward hooks, and clear the hook tables, so
+    that a trace records the output that the hooks return."""
     before, behind = dict(model._forward_pre_hooks), dict(model._forward_hooks)
     if not before and not behind:
         return
@@ -441,11 +433,9 @@ def strip_wrapper_names(name: str) -> str:
 
 
 def match_state_names(present: Iterable[str], wanted: Collection[str]) -> dict[str, str]:
-    """Match names of a state dict to the names of a model if they differ only in parts that wrapper modules add.
-
-    Return the wanted name for each name in ``present`` that is not in ``wanted`` itself and has a match. A prefix
-    ``module.`` that all names have is ignored.
-    """
+    """Match names of a state dict to the names of a model if they differ only in parts that wrapper modules add. Return
+    a dict: name in ``present`` -> name in ``wanted``, for each name in ``present`` that has a match and is not in
+    ``wanted`` itself. A prefix ``module.`` that all names have is ignored."""
     held = set(present)
     prefix = _ROOT_PREFIX if held and all(strip_wrapper_names(name).startswith(_ROOT_PREFIX) for name in held) else ""
     meant = {strip_wrapper_names(name): name for name in wanted}

@@ -30,19 +30,18 @@ def _scale_by_factor(build: Builder, x: fx.Node, factor: Any) -> fx.Node:
 
 def make_product_sum_rule(product: Any) -> Rule:
     """Return the function that rewrites an operator ``beta * c + alpha * product(a, b)``, such as ``addmm``, as a
-    product and a separate sum. The returned function returns ``KEEP`` (the operator stays) if ``c`` is an integer
-    tensor and ``alpha`` or ``beta`` is not an integer. Torch rounds the two numbers in this case, which separate
-    operators would not do.
+    product and a separate sum. If ``c`` is an integer tensor and ``alpha`` or ``beta`` is not an integer, the function
+    returns ``KEEP`` (the operator stays), because torch rounds ``alpha`` and ``beta`` in this case and separate
+    operators would not.
 
     ``product``: the operator that multiplies, such as ``aten.mm.default`` for ``addmm``.
     """
 
     def rule(build: Builder, c: fx.Node, a: fx.Node, b: fx.Node, *, beta: Any = 1, alpha: Any = 1) -> Any:
         """Append ``beta * c + alpha * product(a, b)`` to the graph as separate operators and return the node of the
-        result. ``product`` is a matrix product, ``beta`` and ``alpha`` are numbers. Return ``KEEP`` (the operator
-        stays) if ``c`` is an integer tensor and ``alpha`` or ``beta`` is not an integer, because torch then rounds
-        these two numbers, which separate operators would not do. ``build``: appends operators to the graph.
-        """
+        result. ``product`` is a matrix product, ``beta`` and ``alpha`` are numbers. If ``c`` is an integer tensor and
+        ``alpha`` or ``beta`` is not an integer, return ``KEEP`` (the operator stays), because torch rounds ``alpha``
+        and ``beta`` in this case and separate operators would not. ``build``: appends operators to the graph."""
         whole_numbers = not get_node_tensor(c).dtype.is_floating_point and not get_node_tensor(c).dtype.is_complex
         if whole_numbers and not (isinstance(beta, int) and isinstance(alpha, int)):
             return KEEP  # torch rounds the factors to integers
@@ -67,8 +66,8 @@ def make_number_sum_rule(sign: int) -> Rule:
     number``.
 
     If ``x`` is a 0-dimensional floating-point tensor, such as a loss, the function turns the number into a
-    0-dimensional tensor. This matters if ``x`` later becomes a partial sum over ranks: every rank would add a number,
-    whereas a tensor can be made a partial sum, too. For any other ``x``, the function only removes the addition of an
+    0-dimensional tensor. Reason: ``x`` may become a partial sum over ranks. A number would then be added once on every
+    rank, whereas a tensor can be a partial sum, too. For any other ``x``, the function only removes the addition of an
     integer zero to an integer tensor.
     """
 
@@ -81,12 +80,12 @@ def make_number_sum_rule(sign: int) -> Rule:
 
 
 def number_minus(build: Builder, x: fx.Node, other: Any, alpha: Any = 1) -> Any:
-    """Rewrite ``other - alpha * x`` (two numbers and a node) as a sum of ``-alpha * x`` and a 0-dimensional tensor with
-    the number ``other``, if ``x`` is a 0-dimensional floating-point tensor, such as a loss. If ``x`` later becomes a
-    partial sum over ranks, every rank would add a number, whereas a tensor can be made a partial sum, too.
+    """Rewrite ``other - alpha * x``, with two numbers ``other`` and ``alpha``, as the sum of ``-alpha * x`` and a
+    0-dimensional tensor that contains ``other``. Reason: ``x`` may become a partial sum over ranks. A number would then
+    be added once on every rank, whereas a tensor can be a partial sum, too.
 
-    Return the node of the result, or ``KEEP`` (the operator stays) for any other ``x``. ``build``: appends operators to
-    the graph.
+    Return the node of the result. If ``x`` is not a 0-dimensional floating-point tensor, such as a loss, return
+    ``KEEP`` (the operator stays). ``build``: appends operators to the graph.
     """
     if not _is_sum_and_number(x, other):
         return KEEP
@@ -103,12 +102,11 @@ def _create_scalar(build: Builder, like: fx.Node, value: float) -> fx.Node:
 
 
 def drop_error_check(build: Builder, *_: Any, **__: Any) -> None:
-    """Remove an operator that only checks whether a matrix factorisation succeeded, such as ``_linalg_check_errors``:
-    append nothing to the graph and return ``None`` as its result, which nothing reads. ``build`` and the operator's
-    arguments are not used.
+    """Remove an operator that only checks whether a matrix factorisation succeeded, such as ``_linalg_check_errors``.
+    Nothing is appended to the graph, and ``None`` is returned in place of the operator's result. No argument is used.
 
-    Eager torch raises an error if the factorisation failed. After this rewrite, the model continues with the
-    factorisation's result instead.
+    Eager torch raises an error if the factorisation failed. The rewritten model continues with the factorisation's
+    result instead.
     """
 
 
@@ -147,8 +145,8 @@ def _compute_moments(
     """Append operators to the graph that compute the variance and the mean of ``x`` over ``dims``, and return the node
     of the variance and the node of the mean.
 
-    ``build``: appends operators to the graph. ``dims``: indices of dims; ``None`` means all. ``correction``: the number
-    that is subtracted from the number of elements in the variance's divisor. ``keepdim``: whether the reduced dims stay
+    ``build``: appends operators to the graph. ``dims``: indices of dims; ``None`` means all. ``correction``: the
+    divisor of the variance is the number of elements minus ``correction``. ``keepdim``: whether the reduced dims stay
     with size 1.
     """
     centre = rewrite_mean(build, x, dims or list(range(len(list_node_sizes(x)))), True)
@@ -186,12 +184,13 @@ def _append_variance_and_mean(
     correction: float | None = None,
 ) -> tuple[fx.Node, fx.Node] | None:
     """Append operators to the graph that compute the variance and the mean of ``x`` over ``dims``, and return the node
-    of the variance and the node of the mean. Return ``None`` if ``x`` is complex or if the divisor of the variance
-    would not be positive.
+    of the variance and the node of the mean. If ``x`` is complex or the divisor of the variance would not be positive,
+    return ``None``.
 
-    ``build``: appends operators to the graph. ``dims``: indices of dims; ``None`` means all; a boolean stands for
-    ``unbiased``, with all dims. ``unbiased``: whether the divisor of the variance is the number of elements less 1.
-    ``correction``: the number to subtract instead, or ``None``. ``keepdim``: whether the reduced dims stay with size 1.
+    ``build``: appends operators to the graph. ``dims``: indices of dims; ``None`` means all. If ``dims`` is a boolean,
+    it is used as ``unbiased``, and all dims are reduced. ``correction``: the divisor of the variance is the number of
+    elements minus ``correction``. If ``correction`` is ``None``, 1 is subtracted if ``unbiased`` is true, otherwise 0.
+    ``keepdim``: whether the reduced dims stay with size 1.
     """
     if isinstance(dims, bool):  # var(x, unbiased)
         dims, unbiased = None, dims

@@ -1,14 +1,15 @@
 """Replace attention masks by an ``is_causal`` flag, a band or the documents of positions, so that no mask is computed.
 
-A band means that each query sees only the keys within a fixed distance before and after it. The mask is recognised by
-its values, however the model computes it, if they depend on constants only. A causal mask becomes ``is_causal``. A mask
-that hides nothing is removed. A sliding window becomes ``partition::band_attention``; a window limit of the sequence's
-length or more counts as no limit. A mask "within a band and within the same document", where documents are data,
-becomes ``partition::document_attention``, with the document of each position as an operand. So does a mask of constant
-chunks of positions, with numbers of chunks as documents. Requires: a graph in normal form.
+A band means that each query sees only the keys within a fixed distance before and after it. If a mask depends on
+constants only, it is recognised by its values, however the model computes it. A causal mask becomes ``is_causal``. A
+mask that hides nothing is removed. A sliding window becomes ``partition::band_attention``; a window limit of the
+sequence's length or more counts as no limit. A mask "within a band and within the same document", where documents are
+data, becomes ``partition::document_attention``, with the document of each position as an operand. A mask of constant
+chunks of positions becomes this operator, too, with the number of a position's chunk as its document. Requires: a graph
+in normal form.
 
 A mask function of ``flex_attention`` is evaluated on the indices of all queries and keys while the model is traced, see
-:func:`trace_flex_attention`. It gives a mask like any other.
+:func:`trace_flex_attention`. The result is a mask like any other.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ from partitioner.passes.ops.documents import document_ops
 
 def drop_constant_masks(graph: fx.Graph, constants: Mapping[str, Tensor]) -> None:
     """Replace attention masks in ``graph``, in place, by arguments of the attention operator. A mask is replaced if
-    each query sees the keys in a range of positions around its own, either all of them or only those in its own
-    document (several documents may be packed in one sequence). The range must be constant; the documents may depend on
-    data. Attention with any other mask is left unchanged.
+    each query sees the keys in a fixed range of positions around its own: either all keys in this range, or only those
+    in the query's own document (several documents may be packed in one sequence). The document of a position may depend
+    on data. Attention with any other mask is left unchanged.
 
-    ``constants``: placeholder name -> value, of the constants that the graph reads.
+    ``constants``: placeholder name -> value, for the constants that the graph reads.
     """
     evaluator = MaskEvaluator(constants)
     kinds: dict[tuple[fx.Node, int], Band | DocumentMask | None] = {}
@@ -80,9 +81,9 @@ def replace_mask(graph: fx.Graph, node: fx.Node, mask: Band | DocumentMask, ids:
     replacing it by an operator that computes the same without a mask. Return whether this was possible; if not,
     ``node`` is unchanged.
 
-    ``mask``: the mask's meaning: a query sees the keys in a range of positions around its own (a :class:`Band`), or the
-    keys of its own document in such a range (a :class:`DocumentMask`). ``ids``: a cache: key of a document mask -> node
-    ``[batch, positions]`` of document ids; a new one is added.
+    ``mask``: the meaning of the mask: a query sees the keys in a range of positions around its own (a :class:`Band`),
+    or the keys of its own document in such a range (a :class:`DocumentMask`). ``ids``: a cache: key of a document mask
+    -> node ``[batch, positions]`` of document ids; a new node is added to it.
     """
     if isinstance(mask, DocumentMask):
         return _replace_mask_by_documents(graph, node, mask, ids)
@@ -108,12 +109,13 @@ def _replace_mask_by_band(graph: fx.Graph, node: fx.Node, band: Band) -> bool:
 def _replace_mask_by_documents(
     graph: fx.Graph, node: fx.Node, mask: DocumentMask, ids: dict[DocumentKey, fx.Node]
 ) -> bool:
-    """Replace the attention ``node`` of ``graph`` by the operator ``partition::document_attention``, in place, and
-    return whether that was done. The mask ``mask`` of the attention shows only keys of the query's own document. The
-    attention stays unchanged if its operands are not ``[batch, heads, positions, width]``, if it has different numbers
-    of queries and keys, or if its result is an output of the model.
+    """Replace the attention ``node`` of ``graph``, whose mask is ``mask``, by the operator
+    ``partition::document_attention``, in place, and return whether that was done. The attention stays unchanged if its
+    operands are not ``[batch, heads, positions, width]``, if it has different numbers of queries and keys, or if its
+    result is an output of the model.
 
-    ``ids``: a cache: key of a document mask -> node ``[batch, positions]`` of document ids; a new one is added.
+    ``mask``: says that a query sees only keys of its own document. ``ids``: a cache: key of a document mask -> node
+    ``[batch, positions]`` of document ids; a new node is added to it.
     """
     query, key = (list_node_sizes(n) for n in node.args[:2])  # type: ignore[arg-type]
     if not is_plain_attention(node) or query[-2] != key[-2]:
@@ -127,10 +129,9 @@ def _replace_mask_by_documents(
 
 
 def replace_by_band_attention(graph: fx.Graph, node: fx.Node, band: Band) -> bool:
-    """Replace the scaled dot-product attention ``node`` of ``graph``, in place, by ``partition::band_attention``.
-    Return ``False``, without a change, if the operands do not suit: they must have four dims (batch, heads, positions,
-    width) and equal batch sizes. ``band``: how many positions before and after its own a query sees.
-    """
+    """Replace the scaled dot-product attention ``node`` of ``graph``, in place, by ``partition::band_attention``, and
+    return ``True``. If the operands do not have four dims (batch, heads, positions, width) and equal batch sizes,
+    change nothing and return ``False``. ``band``: how many positions before and after its own a query sees."""
     if not is_plain_attention(node):
         return False
     arguments = (*node.args[:3], *get_band_limits(band), node.kwargs.get("scale"))
@@ -141,8 +142,8 @@ def replace_by_band_attention(graph: fx.Graph, node: fx.Node, band: Band) -> boo
 def insert_like(
     like: fx.Node, graph: fx.Graph, target: Callable[..., object], arguments: tuple[object, ...]
 ) -> fx.Node:
-    """Insert the operator ``target`` with ``arguments`` at the insertion point of ``graph``, and return its node. It
-    gets all metadata of ``like`` except the tensor, such as the modules in which it is called."""
+    """Insert the operator ``target`` with ``arguments`` at the insertion point of ``graph``, and return the new node.
+    The node gets all metadata of ``like`` except the tensor, such as the modules in which it is called."""
     made = insert_operator_node(graph, target, arguments)
     made.meta.update({key: value for key, value in like.meta.items() if key != "val"})
     return made
@@ -175,13 +176,14 @@ def is_plain_attention(node: fx.Node) -> bool:
 
 
 def classify_mask(value: Value | None, queries: int, keys: int) -> Band | DocumentMask | None:
-    """Return which keys a query sees under an attention mask ``[..., queries, keys]``: a :class:`Band` if they are a
-    range of positions around its own (without limits: all keys), a :class:`DocumentMask` if they are the keys of its
-    own document in such a range. Return ``None`` for any other mask.
+    """Return which keys a query sees under an attention mask ``[..., queries, keys]``. The result is a :class:`Band` if
+    a query sees the keys in a range of positions around its own (without limits: all keys). It is a
+    :class:`DocumentMask` if a query sees the keys of its own document in such a range. It is ``None`` for any other
+    mask.
 
-    ``value``: a description of the mask's elements: a tensor; conditions that must all hold where a key is shown; or
-    two numbers, one where such conditions hold and another elsewhere. ``None`` if nothing is known. ``queries``,
-    ``keys``: the numbers of queries and of keys.
+    ``value``: the mask, as a tensor, as a tuple of conditions that must all hold where a key is shown, or as a
+    :class:`ConditionalValue` (one number where such conditions hold, another elsewhere); ``None`` if the mask is
+    unknown. ``queries``, ``keys``: the numbers of queries and of keys.
     """
     if value is None:
         return None
@@ -202,11 +204,11 @@ def classify_mask(value: Value | None, queries: int, keys: int) -> Band | Docume
 
 
 def _classify_conditions(conditions: Sequence[Condition], queries: int, keys: int) -> Band | DocumentMask | None:
-    """Return which keys a query sees if it sees the keys for which all ``conditions`` hold: a :class:`Band` if they are
-    a range of positions around its own, a :class:`DocumentMask` if they are a range within its chunk of positions.
-    Return ``None`` for other conditions.
+    """Return which keys a query sees if it sees exactly the keys for which all ``conditions`` hold. The result is a
+    :class:`Band` if these keys are a range of positions around the query's. It is a :class:`DocumentMask` if these keys
+    are the ones in such a range that are in the query's chunk of positions. It is ``None`` for other conditions.
 
-    A condition is a boolean or additive mask, or a comparison of two constant tensors. ``queries``, ``keys``: the
+    ``conditions``: boolean masks, additive masks, and comparisons of two constant tensors. ``queries``, ``keys``: the
     numbers of queries and of keys.
     """
     ordered = [c for c in conditions if isinstance(c, Comparison) and c.compare not in ("eq", "ne")]
@@ -230,9 +232,9 @@ def _classify_conditions(conditions: Sequence[Condition], queries: int, keys: in
 
 
 def _find_equal_sides(term: Comparison, queries: int, keys: int) -> tuple[Tensor, Band] | None:
-    """Return the numbers ``[positions]`` by which the comparison ``term`` decides whether a query sees a key: exactly
-    if the two have equal numbers. They are returned with a :class:`Band` without limits, because the comparison sets no
-    other limit. Return ``None`` for any other comparison. ``queries``, ``keys``: the numbers of queries and of keys."""
+    """If, by the comparison ``term``, a query sees a key exactly if the positions of both have the same number, return
+    (these numbers ``[positions]``, a :class:`Band` without limits). Otherwise return ``None``. ``queries``, ``keys``:
+    the numbers of queries and of keys."""
     a, b = (_align_pair_dims(x) for x in (term.a, term.b))
     if a is None or b is None or term.compare != "eq" or queries != keys:
         return None
@@ -243,18 +245,18 @@ def _find_equal_sides(term: Comparison, queries: int, keys: int) -> tuple[Tensor
 
 
 def _align_pair_dims(x: Tensor) -> Tensor | None:
-    """Return ``x``, one side of a comparison in an attention mask, with the two dims ``[queries, keys]`` alone. Return
-    ``None`` if it varies along another dim."""
+    """Return ``x``, one side of a comparison in an attention mask, reshaped to its last two dims ``[queries, keys]``.
+    Return ``None`` if an earlier dim has a size other than 1."""
     while x.dim() < 2:
         x = x.unsqueeze(0)
     return x.reshape(x.shape[-2:]) if x.numel() == x.shape[-1] * x.shape[-2] else None
 
 
 def _split_chunks(mask: Tensor, queries: int, keys: int) -> tuple[Tensor, Band] | None:
-    """Return two values if a query sees, under ``mask``, exactly the keys that are in its own chunk and in a range of
-    positions around it: the chunk number of each position, ``[positions]``, and this range. Return ``None`` for other
-    masks. A chunk has consecutive positions. ``mask``: boolean (true: shown) or additive (0: shown). ``queries``,
-    ``keys``: the numbers of queries and of keys."""
+    """If, under ``mask``, a query sees exactly the keys in its own chunk and in a fixed range of positions around its
+    own, return (the chunk number of each position ``[positions]``, this range as a :class:`Band`). Otherwise return
+    ``None``. A chunk is a run of consecutive positions. ``mask``: boolean (true: shown) or additive (0: shown).
+    ``queries``, ``keys``: the numbers of queries and of keys."""
     found = _align_pair_dims(mask)
     if found is None or queries != keys or found.shape != (queries, keys):
         return None
@@ -276,8 +278,8 @@ def _split_chunks(mask: Tensor, queries: int, keys: int) -> tuple[Tensor, Band] 
 
 def _find_chunks(numbers: Sequence[Tensor]) -> Chunks | None:
     """Return the chunks into which the tensors ``numbers`` divide the positions of a row: two positions are in one
-    chunk exactly if they have equal numbers in each tensor. All chunks must have one size, apart from the first and the
-    last of a row; return ``None`` if they do not. ``numbers``: integer tensors ``[positions]``."""
+    chunk exactly if they have equal numbers in each tensor. Return ``None`` unless all chunks have the same size, apart
+    from the first and the last. ``numbers``: integer tensors ``[positions]``."""
     joined = torch.stack(list(numbers))
     length = joined.shape[1]
     ends = torch.cat([(joined[:, 1:] != joined[:, :-1]).any(0).nonzero()[:, 0] + 1, torch.tensor([length])])
@@ -293,9 +295,9 @@ def _find_chunks(numbers: Sequence[Tensor]) -> Chunks | None:
 
 
 def _classify_terms(terms: Sequence[Comparison], queries: int, keys: int) -> Band | None:
-    """Return the range of key positions around its own that a query sees, if it sees the keys for which all ``terms``
-    hold; return ``None`` if these keys do not form one range. A term compares the order of two constant tensors.
-    ``queries``, ``keys``: the numbers of queries and of keys."""
+    """Return the range of key positions, relative to its own, that a query sees if it sees exactly the keys for which
+    all ``terms`` hold. Return ``None`` if these keys do not form one range. ``terms``: comparisons (``<``, ``<=``,
+    ``>``, ``>=``) of two constant tensors. ``queries``, ``keys``: the numbers of queries and of keys."""
     sides = [_split_term_sides(t, queries, keys) for t in terms]
     known = [s for s in sides if s is not None]
     if len(known) < len(sides):
@@ -308,11 +310,11 @@ def _classify_terms(terms: Sequence[Comparison], queries: int, keys: int) -> Ban
 
 
 def _term_to_band(strict: bool, by_key: Tensor, by_query: Tensor) -> Band | None:
-    """Return the range of key positions, relative to its own, that a query sees if query ``i`` sees key ``j`` where
-    ``by_key[j] <= by_query[i]`` (``<`` if ``strict``).
+    """Return the range of key positions, relative to its own, that a query sees. Query ``i`` sees key ``j`` if
+    ``by_key[j] <= by_query[i]``, or, if ``strict`` is true, if ``by_key[j] < by_query[i]``.
 
-    ``by_key`` ``[keys]``, ``by_query`` ``[queries]``: one number for each key and for each query. Return
-    ``None`` unless both vectors count up by ones, or both count down by ones.
+    ``by_key`` ``[keys]``, ``by_query`` ``[queries]``: one number for each key and for each query. Return ``None``
+    unless both vectors count up by ones, or both count down by ones.
     """
     if by_key.numel() < 2 or by_query.numel() < 2:
         return None
@@ -326,8 +328,8 @@ def _term_to_band(strict: bool, by_key: Tensor, by_query: Tensor) -> Band | None
 
 
 def _intersect_bands(bands: Sequence[Band | None], queries: int, keys: int) -> Band | None:
-    """Return the range of positions that all ``bands`` have in common. A band is a range of key positions that a query
-    sees, as numbers of positions before and after its own.
+    """Return the intersection of ``bands``. Each band is a range of key positions that a query sees, relative to the
+    query's own position.
 
     Return ``None`` if one of ``bands`` is ``None``, if ``queries`` and ``keys`` (the numbers of queries and of keys)
     differ, or if a limit is negative, so that a query would not see its own position. A limit that reaches the end of
@@ -344,12 +346,11 @@ def _intersect_bands(bands: Sequence[Band | None], queries: int, keys: int) -> B
 
 
 def find_visibility_conditions(choice: ConditionalValue) -> tuple[Condition, ...] | None:
-    """Return the conditions under which an additive mask shows an attention score: the mask shows the scores at which
-    all conditions hold, and hides all others.
+    """Return conditions of which all hold exactly where the additive attention mask ``choice`` shows a score. Return
+    ``None`` if ``choice`` is not an additive mask (0 at shown scores, -6e4 or less at hidden ones), or if its
+    conditions would have to be negated and cannot be.
 
-    An additive mask is 0 at shown scores and -6e4 or less at hidden ones. Return ``None`` if ``choice`` has other
-    numbers, or if its conditions cannot be negated. ``choice``: the mask: one number where its conditions hold, another
-    one elsewhere.
+    ``choice``: the mask as one number where its conditions hold and another elsewhere.
     """
     if choice.shown == 0 and choice.hidden <= MASKED:
         return choice.terms
@@ -444,11 +445,11 @@ def _hides_later_keys(strict: bool, by_key: Tensor, by_query: Tensor) -> bool:
 
 @contextmanager
 def trace_flex_attention() -> Iterator[None]:
-    """Return a context in which ``flex_attention`` is traced as scaled dot-product attention with a mask. Its mask
-    function is called once, with index tensors of all batch rows, heads, queries and keys, instead of once for each
-    element. If a score function is given, it is called once with all scores, and attention is traced as a product, a
-    softmax and a product. Without this context, torch would trace one operator with functions of single elements, and
-    would raise an error for gradients on CPU."""
+    """Return a context in which ``flex_attention`` is traced as scaled dot-product attention with a mask. The mask
+    function is called once, with index tensors of all batch rows, heads, queries and keys. A score function, if there
+    is one, is called once, with all scores; attention is then traced as a product, a softmax and a product. Outside of
+    this context, torch would trace one operator that contains functions of single elements, and would raise an error
+    for gradients on CPU."""
     replaced = {
         "_validate_device": lambda *_: None,
         "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,
@@ -465,15 +466,14 @@ def _attend_flexibly(
     q: Tensor, k: Tensor, v: Tensor, score_mod: Callable[..., Any], block_mask: Any, scale: float, options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``flex_attention`` with operators on whole tensors. Return three tensors: the result ``[batch, heads,
-    positions, width]``, the logarithm to base 2 of the sum of the exponentials of each query's scores, and their
-    largest score divided by ln 2. The latter two, ``[batch, heads, positions]``, are empty unless ``options`` asks for
-    them.
+    positions, width]``; for each query, log2 of the sum of the exponentials of its scores; and, for each query, its
+    largest score divided by ln 2. The last two have the dims ``[batch, heads, positions]`` and are empty unless
+    ``options`` requests them.
 
     ``q``, ``k``, ``v``: queries, keys and values ``[batch, heads, positions, width]``. ``score_mod``: returns the
     changed scores, given the scores and the indices of batch row, head, query and key. ``block_mask``: a tuple whose
-    last element is the mask function of these indices. ``scale``: the factor of the scores. ``options``: options of
-    kernels; they do not change the result. Source of base 2: ``torch.nn.attention.flex_attention``, which multiplies
-    both by ln 2.
+    last element is the mask function of these indices. ``scale``: the factor of the scores. ``options``: kernel
+    options. Base 2 is used because ``torch.nn.attention.flex_attention`` multiplies both results by ln 2.
     """
     batch, heads, queries, keys = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
     sizes = batch, heads, queries, keys

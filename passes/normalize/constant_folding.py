@@ -59,10 +59,14 @@ class ConstantEvaluator:
         """Return the value of ``node``, cached; ``None`` if it depends on more than constants or cannot be computed
         without a tensor of more than ``LIMIT`` (2**22) elements.
 
-        The value has one of four forms: a tensor with size 1 in every dim along which it is constant; a tuple of
-        conditions, for a boolean tensor that is true where all of them hold; a :class:`ConditionalValue`, which has one
-        number where conditions hold and another elsewhere; or, in a :class:`MaskEvaluator`, a :class:`GatheredValue`,
-        which says from which elements of a data-dependent tensor the elements are copied."""
+        The value has one of four forms:
+
+        * a tensor, with size 1 in every dim along which it is constant;
+        * a tuple of conditions, for a boolean tensor that is true where all of them hold;
+        * a :class:`ConditionalValue`, for a tensor with one number where all conditions hold and another elsewhere;
+        * only in a :class:`MaskEvaluator`: a :class:`GatheredValue`, for a tensor whose elements are copies of
+          elements, at known indices, of a tensor that depends on data.
+        """
         stack = [node]
         while stack:
             top = stack[-1]
@@ -77,8 +81,8 @@ class ConstantEvaluator:
 
     def compute_value(self, node: fx.Node) -> Value | None:
         """Compute the value of ``node`` from the cached values of its operands, and return it in one of the forms of
-        :meth:`find_value`, such as a tensor. Return ``None`` if it depends on more than constants or would be too
-        large."""
+        :meth:`find_value`, such as a tensor. Return ``None`` if the value depends on more than constants or would be
+        too large."""
         if node.op == "placeholder":
             constant = self.constants.get(node.name)
             return None if constant is None or constant.numel() > LIMIT else _squeeze_constant_dims(constant)
@@ -123,13 +127,13 @@ _MOST_DIMS = 4  # most dims of a data-dependent tensor that is followed
 
 
 class MaskEvaluator(ConstantEvaluator):
-    """Computes descriptions of the elements of nodes from which attention masks are made. Besides constants, it follows
-    integers that depend on data, such as the document of each position: a :class:`GatheredValue` says of which element
-    of which tensor each integer is a copy, without its number.
+    """Computes descriptions of the elements of nodes from which attention masks are made. Besides constants, it
+    describes integers that depend on data, such as the document of each position. Their numbers are unknown, but a
+    :class:`GatheredValue` says of which element of which tensor each of them is a copy.
 
-    For an integer tensor that no rule follows, such as a running sum over data, the :class:`GatheredValue` refers to
-    the tensor's own elements. It refers to an earlier tensor if that is equal except that the last two dims are
-    exchanged.
+    For an integer tensor that no rule covers, such as a running sum over data, the :class:`GatheredValue` refers to the
+    tensor's own elements. If an earlier node computes the same tensor with its last two dims exchanged, the
+    :class:`GatheredValue` refers to the elements of that node instead.
     """
 
     def __init__(self, constants: Mapping[str, Tensor]) -> None:
@@ -138,10 +142,9 @@ class MaskEvaluator(ConstantEvaluator):
 
     def compute_value(self, node: fx.Node) -> Value | None:
         """Return the value of ``node``, such as a tensor or a tuple of conditions, if it follows from constants or from
-        rules for integers that depend on data. Otherwise, if ``node`` is an integer tensor, return a
-        :class:`GatheredValue` (a description of a tensor by elements of another one) that refers to the elements of
-        ``node`` itself. Return ``None`` in any other case, or if the tensor has more than four dims or a dim larger
-        than ``LIMIT`` (2**22)."""
+        rules for integers that depend on data. Otherwise, if ``node`` is an integer tensor of one to four dims of at
+        most ``LIMIT`` (2**22) elements each, return a :class:`GatheredValue` that refers to elements of ``node``
+        itself. Otherwise return ``None``."""
         value = super().compute_value(node)
         return self.describe_data(node) if value is None else value
 
@@ -151,7 +154,8 @@ class MaskEvaluator(ConstantEvaluator):
         elements each.
 
         The elements are those of ``node`` itself, or of an equal tensor with the last two dims exchanged. If ``node``
-        is a sum or difference of integers, or reads a table at indices that depend on data, the field ``sum`` says so.
+        is a sum or difference of integers, or reads a table at indices that depend on data, the result's field ``sum``
+        describes this, if possible.
         """
         described = describe_integers(node)
         rule = _SUMS.get(node.target)
@@ -169,10 +173,9 @@ class MaskEvaluator(ConstantEvaluator):
         return replace(described, sum=found)
 
     def _find_exchanged(self, node: fx.Node) -> GatheredValue | None:
-        """Return a :class:`GatheredValue` (a description of an integer tensor by elements of another tensor) for
-        ``node``. The other tensor is an earlier node that has the same elements with the last two dims exchanged. For
-        example, a model may compute ``position // chunk`` once for keys and once for queries. Return ``None`` if there
-        is no such node."""
+        """Return a :class:`GatheredValue` that describes ``node`` by the elements of an earlier node, if that node has
+        the same elements with its last two dims exchanged; return ``None`` if there is no such node. For example, a
+        model may compute ``position // chunk`` once for keys and once for queries."""
         sizes = _align_sizes(list_node_sizes(node))
         for other in self._described.get((node.target, sizes[:-2] + sizes[:-3:-1]), ()):
             if is_exchanged_value(node, other, self.values):
@@ -184,7 +187,7 @@ class MaskEvaluator(ConstantEvaluator):
 
 
 def _align_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return ``sizes``, the shape of a tensor, without dims of size 1 in front, but with two dims at least."""
+    """Return the shape ``sizes`` without leading dims of size 1, but with at least two dims."""
     found = [1, 1, *sizes]
     while len(found) > 2 and found[0] == 1:
         found = found[1:]
@@ -192,10 +195,9 @@ def _align_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def describe_integers(node: fx.Node) -> GatheredValue | None:
-    """Return a :class:`GatheredValue` (a description of an integer tensor by elements of another tensor) for ``node``
-    that refers to the elements of ``node`` itself; comparisons of rearrangements of ``node`` can then be followed.
-    Return ``None`` unless ``node`` is an integer tensor of one to four dims of at most ``LIMIT`` (2**22) elements
-    each."""
+    """Return a :class:`GatheredValue` for ``node`` that refers to the elements of ``node`` itself. Rearrangements of
+    ``node`` can then be described by its elements, and compared. Return ``None`` unless ``node`` is an integer tensor
+    of one to four dims of at most ``LIMIT`` (2**22) elements each."""
     tensor = node.meta.get("val")
     if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGERS:
         return None
@@ -205,14 +207,14 @@ def describe_integers(node: fx.Node) -> GatheredValue | None:
 
 
 def list_dim_indices(shape: Sequence[int]) -> tuple[Tensor, ...]:
-    """Return, for each dim of a tensor of the shape ``shape``, the index of each of its elements along this dim, as a
-    tensor with size 1 in all other dims."""
+    """Return one int64 index tensor for each dim of a tensor of the shape ``shape``: ``arange(size)`` along this dim,
+    with size 1 in all other dims."""
     rank = len(shape)
     return tuple(torch.arange(n).reshape([n if i == d else 1 for i in range(rank)]) for d, n in enumerate(shape))
 
 
 def _squeeze_constant_dims(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` with every dim along which it is constant cut to its first element, that is, to size 1."""
+    """Return ``tensor`` with every dim along which its elements are equal reduced to size 1."""
     for dim in range(tensor.dim()):
         first = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
         if tensor.shape[dim] > 1 and bool((tensor == first).all()):
@@ -250,11 +252,10 @@ def _evaluate_arange(node: fx.Node, start: Any, end: Any, step: Any, **_: Any) -
 
 
 def _evaluate_pointwise(node: fx.Node, *args: Any, **kwargs: Any) -> Value:
-    """Return the value of the pointwise operator ``node``. ``args``, ``kwargs``: the values of its operands. If they
-    are constant tensors or numbers, the result is a tensor. If one of them is a mask (conditions that must all hold, or
-    a choice between two numbers by conditions), the result is a mask. If one of them is known as elements, at known
-    indices, of a tensor that depends on data, so is the result. Raise :class:`UnknownValueError` if the result cannot
-    be expressed in these forms, or has more than ``LIMIT`` (2**22) elements."""
+    """Return the value of the pointwise operator ``node``. ``args``, ``kwargs``: the values of its operands. The form
+    of the result depends on the operands: a mask (a tuple of conditions or a :class:`ConditionalValue`) if one of them
+    is a mask; otherwise a :class:`GatheredValue` if one of them is a :class:`GatheredValue`; otherwise a tensor. Raise
+    :class:`UnknownValueError` if the result does not have this form, or has more than ``LIMIT`` (2**22) elements."""
     if any(isinstance(a, tuple | ConditionalValue) for a in args):
         return _evaluate_choice(node, args, kwargs)
     if any(isinstance(a, GatheredValue) for a in args):
@@ -267,10 +268,9 @@ def _evaluate_pointwise(node: fx.Node, *args: Any, **kwargs: Any) -> Value:
 
 
 def _shift_gathered(node: fx.Node, a: Any, b: Any, *rest: Any) -> GatheredValue:
-    """Return the value of the operator ``node`` with an operand that is known as elements, at known indices, of a
-    tensor that depends on data (a :class:`GatheredValue`). The operator may add an integer, subtract an integer, or
-    cast to another integer type without loss. ``a``, ``b``, ``rest``: the values of the operands. Raise
-    :class:`UnknownValueError` for any other operator."""
+    """Return the value of the operator ``node``, which adds an integer to a :class:`GatheredValue`, subtracts an
+    integer from it, or casts it to another integer type without loss. ``a``, ``b``, ``rest``: the values of the
+    operands. Raise :class:`UnknownValueError` for any other operator."""
     if isinstance(a, GatheredValue) and node.target is aten.to.dtype and preserves_integers(node):
         return a
     add, subtract = (getattr(aten, name) for name in ("add", "sub"))
@@ -287,8 +287,8 @@ def _shift_gathered(node: fx.Node, a: Any, b: Any, *rest: Any) -> GatheredValue:
 
 
 def preserves_integers(cast: fx.Node) -> bool:
-    """Return whether the node ``cast`` converts signed integers to an integer type of at least as many bytes, so that
-    no number changes."""
+    """Return whether the node ``cast`` converts a signed integer type to one of at least as many bytes, so that all
+    values are preserved."""
     before, after = get_node_tensor(cast.args[0]).dtype, get_node_tensor(cast).dtype  # type: ignore[arg-type]
     return before in _INTEGERS and after in _INTEGERS and before.itemsize <= after.itemsize
 
@@ -296,10 +296,10 @@ def preserves_integers(cast: fx.Node) -> bool:
 def _evaluate_choice(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value:
     """Return the value of the pointwise operator ``node`` if an operand is a mask: a tuple of conditions that must all
     hold, or a :class:`ConditionalValue`, which has one number where conditions hold and another elsewhere. The result
-    is a mask, too.
+    is a mask, too; if all its elements are equal, it is a tensor with this number.
 
     ``args``, ``kwargs``: the values of the operands. An operand that is not a mask must be a single number, or a
-    constant that can be written as a mask. Raise :class:`UnknownValueError` if the result is not such a mask.
+    constant that can be written as a mask. Raise :class:`UnknownValueError` if the result is not a mask.
     """
     dtype = get_node_tensor(node).dtype
     wide = [i for i, a in enumerate(args) if not _is_number(a)]
@@ -322,17 +322,18 @@ _MOST_CHOICES = 3  # most masks that one operator combines; where() of three mas
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether ``value``, the known value of an operand, is a number or a constant tensor of a single element,
-    not a larger tensor or a description of one."""
+    """Return whether ``value``, the value of an operand, is a number or a tensor of a single element, and not a larger
+    tensor, a mask or a description of integers that depend on data."""
     return not isinstance(value, Tensor | tuple | ConditionalValue | GatheredValue) or (
         isinstance(value, Tensor) and value.numel() == 1
     )
 
 
 def _as_choice(value: Any) -> ConditionalValue:
-    """Return ``value``, a mask or a constant tensor, as a :class:`ConditionalValue`: one number where conditions hold,
-    another elsewhere. A constant must have exactly two different numbers, or be an additive attention mask (0, or -6e4
-    or less). Raise :class:`UnknownValueError` for any other value."""
+    """Return ``value``, a mask or a constant tensor, as a :class:`ConditionalValue`, which has one number where
+    conditions hold and another elsewhere. A constant must be boolean, have exactly two different numbers, or be an
+    additive attention mask (0 where a score is shown, -6e4 or less elsewhere). Raise :class:`UnknownValueError` for any
+    other value."""
     if isinstance(value, tuple):
         return ConditionalValue(value, _TRUE, _FALSE)
     if isinstance(value, ConditionalValue):
@@ -358,9 +359,9 @@ _ORDERS = frozenset(getattr(aten, name) for name in ("eq", "ne", "lt", "le", "gt
 
 
 def _keeps_bounds(node: fx.Node, args: tuple[Any, ...], masks: Sequence[ConditionalValue]) -> bool:
-    """Some additive masks are known only by an upper bound on the numbers with which they hide scores. Return whether
-    the result of the operator ``node`` may be computed from this bound. It is then exact if ``node`` compares the mask
-    with a larger number, and otherwise an upper bound on the result.
+    """Return whether the operator ``node`` may be applied to masks whose field ``hidden`` is only an upper bound on the
+    numbers that hide scores. If ``node`` compares a mask with a larger number, the result is exact. Otherwise, the
+    result is an upper bound, too.
 
     ``args``: the values of the operands. ``masks``: the operands that are masks.
     """
@@ -376,14 +377,14 @@ def _keeps_bounds(node: fx.Node, args: tuple[Any, ...], masks: Sequence[Conditio
 def _combine_choices(
     masks: Sequence[ConditionalValue], compute: Callable[[Sequence[Tensor]], Tensor], rank: int
 ) -> Value:
-    """Return the result of an operator on ``masks``. Each mask has one number where its conditions hold and another
-    elsewhere. The result has this form, too, with the conditions of all masks. Raise :class:`UnknownValueError` if that
-    is impossible.
+    """Return the result of an operator on ``masks``, simplified as by :func:`_simplify_choice`. The result has one
+    number where the conditions of all masks hold, and another elsewhere. Raise :class:`UnknownValueError` if the result
+    does not have this form.
 
     Wherever not all conditions hold, the operator must give a single number, or numbers that hide a score (-6e4 or
-    less). A mask with a single condition may also be used in the equivalent form with the negated condition and
-    exchanged numbers. ``compute``: returns the operator's result for one number of each mask. ``rank``: the number of
-    dims of the result.
+    less). A mask with a single condition may be replaced by its equivalent form with the negated condition and
+    exchanged numbers. ``compute``: returns the operator's result, given one number for each mask. ``rank``: the number
+    of dims of the result.
     """
     bound = any(m.is_bound for m in masks)
     for given in itertools.product(*(_list_readings(m) for m in masks)):
@@ -407,8 +408,8 @@ def _combine_choices(
 
 
 def _list_readings(mask: ConditionalValue) -> list[ConditionalValue]:
-    """Return equivalent forms of ``mask``, which has one number where conditions hold and another elsewhere: the mask
-    itself and, if it has a single condition, the form with the negated condition and the two numbers exchanged."""
+    """Return a list of equivalent forms of ``mask``: ``mask`` itself and, if it has a single condition that can be
+    negated, the form with the negated condition and with ``shown`` and ``hidden`` exchanged."""
     if len(mask.terms) != 1 or mask.is_bound:
         return [mask]
     try:
@@ -422,9 +423,8 @@ _TRUE, _FALSE = torch.tensor(True), torch.tensor(False)
 
 
 def _simplify_choice(choice: ConditionalValue) -> Value:
-    """Return ``choice``, which has one number where conditions hold and another elsewhere, in the simplest form: the
-    number itself if both are equal; the tuple of the conditions if the numbers are true and false; otherwise ``choice``
-    unchanged."""
+    """Return the simplest form of ``choice``: a tensor with the number itself if ``shown`` and ``hidden`` are equal;
+    the tuple of the conditions if ``shown`` is true and ``hidden`` is false; otherwise ``choice`` unchanged."""
     if not choice.is_bound and bool(choice.shown == choice.hidden):
         return choice.shown
     return choice.terms if choice.shown.dtype is torch.bool and choice.shown and not choice.hidden else choice
@@ -435,9 +435,9 @@ def _negate_condition(condition: Condition) -> Condition:
 
 
 def require_additive(node: fx.Node, value: Any) -> ConditionalValue:
-    """Return ``value`` as an additive attention mask: 0 where all of its conditions hold (shown scores), and ``MASKED``
-    (-6e4) or less elsewhere (hidden scores). ``node``: the node whose value is computed; the tensors in the conditions
-    get as many dims as its result. Raise :class:`UnknownValueError` if ``value`` is not such a mask."""
+    """Return ``value`` as an additive attention mask, which is 0 where all of its conditions hold (shown scores) and
+    ``MASKED`` (-6e4) or less elsewhere (hidden scores). Raise :class:`UnknownValueError` if ``value`` is not such a
+    mask. ``node``: the node whose value is computed; the tensors in the conditions get as many dims as ``node`` has."""
     if isinstance(value, Tensor) and value.is_floating_point():
         hidden = value[value != 0]
         most = hidden.max() if hidden.numel() else value.new_tensor(-torch.inf)
@@ -452,11 +452,14 @@ def require_additive(node: fx.Node, value: Any) -> ConditionalValue:
 
 
 def _evaluate_comparison(node: fx.Node, a: Any, b: Any) -> Value:
-    """Return the value of the comparison ``node`` of two operands with the values ``a`` and ``b``. It is a boolean
-    tensor if that is small enough. It is a tuple with the comparison itself as a condition if the tensor would be too
-    large, or if ``a`` and ``b`` are elements of one tensor that depends on data. It is a mask if an operand is a mask
-    (conditions that must all hold, or a choice between two numbers by conditions). Raise :class:`UnknownValueError` if
-    no form is possible."""
+    """Return the value of the comparison ``node`` of two operands with the values ``a`` and ``b``. Raise
+    :class:`UnknownValueError` if it has none of these forms:
+
+    * if an operand is a mask (a tuple of conditions or a :class:`ConditionalValue`), the result is a mask;
+    * if an operand is a :class:`GatheredValue`, the result is a tuple of conditions on integers that depend on data;
+    * if both operands are constants, the result is a boolean tensor, or, if this would have more than ``LIMIT``
+      elements, a tuple with one :class:`Comparison`.
+    """
     if isinstance(a, tuple | ConditionalValue) or isinstance(b, tuple | ConditionalValue):
         return _evaluate_choice(node, (a, b), {})
     if isinstance(a, GatheredValue) or isinstance(b, GatheredValue):
@@ -482,8 +485,8 @@ def _evaluate_comparison(node: fx.Node, a: Any, b: Any) -> Value:
 
 
 def _as_sum(value: Any) -> DataSum | None:
-    """Return ``value``, an integer, a constant integer tensor, or a description of integers that depend on data, as a
-    :class:`DataSum`; ``None`` for any other value."""
+    """Return ``value`` as a :class:`DataSum` if it is an integer, a constant integer tensor, or a
+    :class:`GatheredValue`; otherwise return ``None``."""
     if isinstance(value, GatheredValue):
         return value.as_sum()
     if isinstance(value, int) and not isinstance(value, bool):
@@ -492,9 +495,9 @@ def _as_sum(value: Any) -> DataSum | None:
 
 
 def _add_integers(node: fx.Node, a: Any, b: Any) -> DataSum | None:
-    """Return the sum or the difference ``node`` of two integer operands with the values ``a`` and ``b``, some of which
-    depend on data, as a :class:`DataSum`. Return ``None`` if nothing is known of an operand, or if the sum has more
-    than four terms that depend on data."""
+    """Return the integer sum or difference ``node`` as a :class:`DataSum`. ``a``, ``b``: the values of its operands, at
+    least one of which depends on data. Return ``None`` if an operand cannot be written as a :class:`DataSum` or is an
+    absolute value, or if the sum has more than four terms that depend on data."""
     one, other = (_as_sum(x) for x in (a, b))
     if other is not None and getattr(node.target, "overloadpacket", None) is aten.sub:
         other = other.negate()
@@ -518,9 +521,8 @@ def _take_magnitude(node: fx.Node, x: Any) -> DataSum | None:
 
 
 def _look_up(node: fx.Node, table: Any, indices: list[Any]) -> DataSum | None:
-    """Return a description of the result of ``node``, which reads a table of the graph at ``indices``, as a
-    :class:`DataSum` with one term. Return ``None`` unless the value of the index of every dim of the table is known and
-    at least one of these depends on data.
+    """Return the result of ``node``, which reads a table (its first operand) at ``indices``, as a :class:`DataSum` with
+    one term. Return ``None`` unless all indices are known values and at least one of them depends on data.
 
     ``indices``: for each dim of the table, the value of its index. ``table`` is not used.
     """
@@ -532,9 +534,9 @@ def _look_up(node: fx.Node, table: Any, indices: list[Any]) -> DataSum | None:
 
 
 def _look_up_along(node: fx.Node, table: Any, dim: int, index: Any) -> DataSum | None:
-    """Return a description of the result of ``node``, a ``gather`` or ``index_select`` from a table of the graph along
-    ``dim``, as a :class:`DataSum` with one term. Return ``None`` if the index does not depend on data, or if the result
-    differs from the table in the size of another dim. ``index``: the value of the index."""
+    """Return the result of ``node``, a ``gather`` or ``index_select`` from a table (its first operand) along ``dim``,
+    as a :class:`DataSum` with one term. Return ``None`` if the index does not depend on data, or if the result and the
+    table have different sizes in another dim. ``index``: the value of the index. ``table`` is not used."""
     sizes, found = list_node_sizes(node.args[0]), list_node_sizes(node)  # type: ignore[arg-type]
     along = dim % len(sizes)
     if any(a != b for d, (a, b) in enumerate(zip(sizes, found, strict=True)) if d != along):
@@ -562,9 +564,9 @@ def widen_number_type(x: Tensor) -> Tensor:
 
 
 def _list_conditions(value: Any) -> tuple[Condition, ...]:
-    """Return a tuple of conditions that all hold exactly where the boolean mask ``value`` is true. ``value``: a boolean
-    tensor, a tuple of conditions that must all hold, or a :class:`ConditionalValue` (one number where conditions hold,
-    another elsewhere). Raise :class:`UnknownValueError` if there are no such conditions."""
+    """Return a tuple of conditions of which all hold exactly where the boolean mask ``value`` is true. ``value``: a
+    boolean tensor, a tuple of conditions that must all hold, or a :class:`ConditionalValue`. Raise
+    :class:`UnknownValueError` if there are no such conditions."""
     if isinstance(value, tuple):
         return value
     if isinstance(value, Tensor):
@@ -592,10 +594,10 @@ def _evaluate_and(node: fx.Node, a: Any, b: Any) -> Value:
 
 
 def evaluate_where(node: fx.Node, condition: Any, a: Any, b: Any) -> Value:
-    """Return the value of ``node``, a ``where`` of operands with the values ``condition``, ``a`` and ``b``. It is a
-    constant tensor if all three are constant and the result is not too large. Otherwise it is a
-    :class:`ConditionalValue` (one number where conditions hold, another elsewhere) or a tuple of conditions that must
-    all hold. Raise :class:`UnknownValueError` if the result has none of these forms."""
+    """Return the value of ``node``, a ``where`` of operands with the values ``condition``, ``a`` and ``b``. If all
+    three are constant and the result is not too large, it is a tensor. Otherwise it is a :class:`ConditionalValue` (one
+    number where conditions hold, another elsewhere) or a tuple of conditions that must all hold. Raise
+    :class:`UnknownValueError` if the result has none of these forms."""
     if any(isinstance(x, GatheredValue) for x in (condition, a, b)):
         raise UnknownValueError
     dtype, rank = get_node_tensor(node).dtype, get_node_tensor(node).dim()
@@ -626,7 +628,7 @@ def _as_number(value: Any) -> ConditionalValue:
 
 def _evaluate_not(node: fx.Node, x: Any) -> Value:
     """Return the value of ``node``, the logical negation of an operand with the value ``x``: a tensor if ``x`` is a
-    tensor; the opposite condition if ``x`` is a single condition; otherwise a :class:`ConditionalValue` that is false
+    tensor; the negated condition if ``x`` is a single condition; otherwise a :class:`ConditionalValue` that is false
     where all conditions of ``x`` hold and true elsewhere."""
     if isinstance(x, Tensor):
         return _evaluate_pointwise(node, x)
@@ -656,12 +658,11 @@ def _evaluate_index_put(node: fx.Node, x: Any, indices: list[Any], value: Any, a
 
 
 def _make_structural_rule(operation: Callable[..., Tensor]) -> Callable[..., Value]:
-    """Return a function ``rule(node, value, *args)`` that computes the value of a node which only rearranges dims, such
+    """Return a function ``rule(node, value, *args)`` that computes the value of a node that only rearranges dims, such
     as a transpose. ``value``: the value of its operand. ``args``: its further arguments.
 
-    The function applies ``operation(tensor, *args)`` to ``value`` if it is a constant tensor, or to both sides of each
-    comparison if it is a mask made of conditions. If ``value`` describes the operand by elements of a tensor that
-    depends on data, ``operation`` is applied to the index tensors.
+    The function applies ``operation(tensor, *args)`` to all tensors of which ``value`` consists, as
+    :func:`map_value_parts` does.
     """
 
     def rule(node: fx.Node, value: Value, *args: Any) -> Value:
@@ -674,9 +675,9 @@ def map_value_parts(value: Value, move: Callable[[Tensor], Tensor]) -> Value:
     """Return the value of a node that rearranges the dims of an operand with the value ``value``. ``move``: the
     function that rearranges the dims of one tensor.
 
-    If ``value`` is a constant tensor, ``move`` is applied to it. If it is a mask made of conditions, ``move`` is
-    applied to both sides of each comparison. If it describes the operand by elements of a tensor that depends on data,
-    ``move`` is applied to the index tensors.
+    A tensor ``value`` is rearranged itself. If ``value`` is a tuple of conditions or a :class:`ConditionalValue`, both
+    sides of each comparison are rearranged. If ``value`` describes the operand by elements of another tensor, the index
+    tensors are rearranged.
     """
     if isinstance(value, Tensor):
         return move(value)
@@ -695,15 +696,17 @@ def _evaluate_expand(node: fx.Node, value: Value, _: Any) -> Value:
 
 
 def _evaluate_reshape(node: fx.Node, value: Value, sizes: list[int]) -> Value:
-    """Return the value of ``node``, a reshape to the shape ``sizes`` of an operand with the value ``value`` (a constant
-    tensor, or a description of the operand's elements). Dims that are joined or split are expanded in each tensor that
-    varies along one of them. Raise :class:`UnknownValueError` if such a tensor is too large."""
+    """Return the value of ``node``, a reshape to the shape ``sizes`` of an operand with the value ``value``. Raise
+    :class:`UnknownValueError` if a tensor in ``value`` varies along dims that are joined or split and would become too
+    large."""
     return reshape_value(value, list_node_sizes(node.args[0]), list_node_sizes(node))  # type: ignore[arg-type]
 
 
 def reshape_value(value: Value, old: Sequence[int], new: Sequence[int]) -> Value:
-    """Return ``value``, what is known of a tensor of the shape ``old``, after a reshape to the shape ``new``. Raise
-    :class:`UnknownValueError` if a tensor that varies along dims that are joined or split is too large."""
+    """Return the value of a tensor after its reshape from the shape ``old`` to the shape ``new``. ``value``: the value
+    before, such as a tensor with size 1 in constant dims, or a tuple of conditions; the result has the same form. Raise
+    :class:`UnknownValueError` if a tensor in ``value`` varies along dims that are joined or split and would become too
+    large."""
     groups = _group_dims(old, new)
 
     def move(t: Tensor) -> Tensor:
@@ -721,7 +724,7 @@ def reshape_value(value: Value, old: Sequence[int], new: Sequence[int]) -> Value
 
 def _group_dims(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
     """Return the smallest groups of consecutive dims that a reshape from the shape ``old`` to the shape ``new`` maps to
-    each other: (dims of ``old``, sizes in ``new``). Dims of size 1 are groups of their own."""
+    each other, as pairs (dims of ``old``, sizes in ``new``). A dim of size 1 is a group of its own."""
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(old) or j < len(new):
@@ -749,7 +752,7 @@ def _group_dims(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int],
 
 def _evaluate_repeat(node: fx.Node, value: Value, times: list[int]) -> Value:
     """Return the value of ``node``, which repeats its operand ``times[d]`` times along dim ``d`` of the result.
-    ``value``: the value of the operand: a constant tensor, or a description of its elements."""
+    ``value``: the value of the operand; the result has the same form."""
     sizes = list_node_sizes(node)
 
     def move(t: Tensor) -> Tensor:
@@ -761,7 +764,7 @@ def _evaluate_repeat(node: fx.Node, value: Value, times: list[int]) -> Value:
 
 def _evaluate_repeat_interleave(node: fx.Node, value: Value, times: int, dim: int) -> Value:
     """Return the value of ``node``, which repeats each element of its operand ``times`` times along ``dim``. ``value``:
-    the value of the operand: a constant tensor, or a description of its elements."""
+    the value of the operand; the result has the same form."""
     return map_value_parts(value, lambda t: t if t.shape[dim] == 1 else t.repeat_interleave(times, dim))
 
 
@@ -776,11 +779,10 @@ def _evaluate_select(node: fx.Node, value: Value, dim: int, index: int) -> Value
 
 
 def _evaluate_index(node: fx.Node, source: Any, indices: list[Any]) -> Any:
-    """Return the value of ``node``, which computes ``source[indices]``. ``source``: the value of the operand: a
-    constant tensor, or a description of it as elements, at known indices, of a tensor that depends on data; the result
-    has the same form. ``source`` has size 1 in dims along which it is constant; indices into these dims are ignored.
-    ``indices``: the values of the index tensors. Raise :class:`UnknownValueError` unless there is a constant index
-    tensor for every dim of ``source``."""
+    """Return the value of ``node``, which computes ``source[indices]``. ``source``: the value of the operand, a tensor
+    or a :class:`GatheredValue`; the result has the same form. ``indices``: the values of the index tensors. An index
+    into a dim along which ``source`` is constant (size 1) is ignored. Raise :class:`UnknownValueError` unless there is
+    a constant index tensor for every dim of ``source``."""
     if isinstance(source, GatheredValue):
         return source.map_tensors(lambda place: _evaluate_index(node, place, indices))
     if (
@@ -799,9 +801,8 @@ def _evaluate_index(node: fx.Node, source: Any, indices: list[Any]) -> Any:
 
 def _evaluate_gather(node: fx.Node, source: Any, dim: int, index: Any) -> Value:
     """Return the value of ``node``, which computes ``gather(source, dim, index)``. ``source``: the value of the
-    operand: a constant tensor, or a description of it as elements, at known indices, of a tensor that depends on
-    data; the result has the same form. ``index``: the value of the index tensor. Raise :class:`UnknownValueError` if
-    ``index`` is not constant, or if the result cannot be described."""
+    operand, a tensor or a :class:`GatheredValue`; the result has the same form. ``index``: the value of the index
+    tensor. Raise :class:`UnknownValueError` if ``index`` is not constant, or if the result cannot be described."""
     if isinstance(source, Tensor) and isinstance(index, Tensor):
         whole = _expand_to_sizes(source, list(list_node_sizes(node.args[0])))  # type: ignore[arg-type]
         return whole.gather(dim, _expand_to_sizes(index, list(list_node_sizes(node))))
@@ -823,10 +824,9 @@ def _evaluate_gather(node: fx.Node, source: Any, dim: int, index: Any) -> Value:
 
 
 def _evaluate_index_select(node: fx.Node, source: Any, dim: int, index: Any) -> Value:
-    """Return the value of ``node``, which computes ``index_select(source, dim, index)``. ``source``: the value of
-    the operand: a tensor, conditions that must all hold, a choice between two numbers by conditions, or a
-    description of it as elements, at known indices, of a tensor that depends on data; the result has the same form.
-    ``index``: the value of the index tensor. Raise :class:`UnknownValueError` if it is not constant."""
+    """Return the value of ``node``, which computes ``index_select(source, dim, index)``. ``source``: the value of the
+    operand; the result has the same form. ``index``: the value of the index tensor. Raise :class:`UnknownValueError` if
+    ``index`` is not constant."""
     if not isinstance(index, Tensor):
         raise UnknownValueError
     where = index.expand(list_node_sizes(node)[dim])
@@ -853,13 +853,12 @@ def _evaluate_diff(node: fx.Node, x: Any, n: int = 1, dim: int = -1, prepend: An
 
 
 def _evaluate_triangle(node: fx.Node, x: Any, diagonal: int = 0) -> Value:
-    """Return the value of ``node``, a ``tril`` or ``triu`` of an operand with the value ``x``: a tensor, conditions
-    that must all hold, or a choice between two numbers by conditions.
+    """Return the value of ``node``, a ``tril`` or ``triu`` of an operand with the value ``x``.
 
-    If the result is too large to be created, ``x`` must be a mask (one of the last two forms) or have the same value
-    everywhere. The result is then a mask, with a comparison of row and column numbers as a condition. ``diagonal``: the
-    diagonal at which the triangle ends; 0 is the main one, positive numbers are above. Raise :class:`UnknownValueError`
-    in any other case.
+    If ``x`` is a tensor and the result is small enough, the result is a tensor. If ``x`` is a mask (a tuple of
+    conditions or a :class:`ConditionalValue`), or a large tensor with one value everywhere, the result is a mask that
+    also has a comparison of column and row numbers as a condition. Raise :class:`UnknownValueError` in any other case.
+    ``diagonal``: the diagonal at which the triangle ends; 0 is the main one, positive numbers are above.
     """
     lower = node.target is aten.tril.default
     rows, columns = list_node_sizes(node)[-2:]
@@ -880,10 +879,10 @@ def _evaluate_triangle(node: fx.Node, x: Any, diagonal: int = 0) -> Value:
 
 
 def _mask_triangle(mask: tuple[Condition, ...] | ConditionalValue, terms: tuple[Comparison, ...]) -> Value:
-    """Return the value of ``tril`` or ``triu`` of ``mask``: the mask itself inside the triangle, and 0 (false) outside.
-    ``mask``: a tuple of conditions that must all hold, or a choice between two numbers by conditions; the result has
-    the same form. ``terms``: comparisons that all hold exactly inside the triangle. Raise :class:`UnknownValueError` if
-    the mask's number where its conditions fail is not 0."""
+    """Return the value of ``tril`` or ``triu`` of ``mask``: ``mask`` itself inside the triangle, 0 (false) outside.
+    ``mask``: a tuple of conditions that must all hold, or a :class:`ConditionalValue`; the result has the same form.
+    ``terms``: comparisons of which all hold exactly inside the triangle. Raise :class:`UnknownValueError` if
+    ``mask.hidden``, the number where the conditions fail, is not 0."""
     if isinstance(mask, tuple):
         return mask + terms
     if mask.hidden != 0:

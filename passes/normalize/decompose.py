@@ -31,10 +31,10 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 def decompose_operators(graph: fx.Graph, known: Collection[Any]) -> tuple[fx.Graph, dict[str, str]]:
     """Return a copy of ``graph`` without composite operators, and a dict: node name in ``graph`` -> name in the copy.
-    If there are none, ``graph`` itself is returned.
+    If ``graph`` has no composite operator to replace, ``graph`` itself is returned.
 
-    A composite operator is one that torch defines by other operators. It is replaced by these, unless it has a
-    sharding rule of its own. ``known``: further operators that stay, because a later rewrite handles them.
+    A composite operator is one that torch defines by simpler operators. These replace it, unless it has a sharding rule
+    of its own or is in ``known``. ``known``: further operators that stay, because a later rewrite handles them.
     """
     targets = {n.target for n in graph.nodes if n.op == "call_function"}
     apart = {t for t in targets if _is_composite(t) and t not in known and not has_rule(t)}
@@ -45,9 +45,10 @@ def decompose_operators(graph: fx.Graph, known: Collection[Any]) -> tuple[fx.Gra
 
 
 def trace_decomposition(node: fx.Node) -> tuple[fx.Graph, list[fx.Node]] | None:
-    """Return a graph of the operators by which torch defines the operator ``node``, and a list of the operand nodes
-    that the placeholders of this graph stand for, in order. Return ``None`` if torch does not define the operator by
-    others, or if its definition reads numbers out of tensors (``item()``)."""
+    """Return (a graph of the simpler operators by which torch defines the operator ``node``, a list of the operand
+    nodes for which the placeholders of this graph stand, in order). Return ``None`` if torch has no such definition of
+    the operator, or if the definition reads numbers out of tensors (``item()``), writes to its operands or has more
+    than 4096 nodes."""
     if not _is_composite(node.target):
         return None
     operands, run = _make_decomposition_function(node, node.args, node.kwargs)
@@ -71,8 +72,8 @@ def _is_mutating(target: Any) -> bool:
 
 
 def _make_decomposition_function(node: fx.Node, args: Any, kwargs: Any) -> tuple[list[fx.Node], Callable[..., Any]]:
-    """Return two values: a list of the operand nodes of ``node``, and a function that takes their tensors and executes
-    torch's decomposition of the operator of ``node``.
+    """Return two values: a list of the operand nodes of ``node``, and a function that takes a tensor for each of them
+    and executes torch's decomposition of the operator of ``node``.
 
     ``args``, ``kwargs``: the arguments of ``node``, with nodes in place of tensors.
     """
@@ -89,7 +90,8 @@ def _make_decomposition_function(node: fx.Node, args: Any, kwargs: Any) -> tuple
 
 def _trace_operators(run: Callable[..., Any], values: list[Any]) -> fx.Graph | None:
     """Return the graph of the operators that the function ``run`` executes on the tensors ``values``. Return ``None``
-    if the graph has more than 4096 nodes, or if an operator of it writes to its operands or reads a constant tensor."""
+    if the graph has more than 4096 nodes, or if one of its operators writes to its operands or reads a constant tensor.
+    """
     traced = make_fx(torch.func.functionalize(run))(*values)
     if any(
         _is_mutating(n.target) for n in traced.graph.nodes
@@ -99,19 +101,16 @@ def _trace_operators(run: Callable[..., Any], values: list[Any]) -> fx.Graph | N
 
 
 def _is_valid_replacement(graph: fx.Graph) -> bool:
-    """Return whether ``graph``, obtained by tracing an operator's definition in simpler operators, can take the place
-    of the operator. It must have at most 4096 nodes, and none may write to its operands or read an attribute of a
-    module.
-    """
+    """Return whether ``graph``, obtained by tracing the definition of an operator by simpler ones, can replace the
+    operator: it has at most 4096 nodes, and no node writes to its operands or reads an attribute of a module."""
     parts = list(graph.nodes)
     return len(parts) <= _MOST_PARTS and not any(n.op == "get_attr" or _is_mutating(n.target) for n in parts)
 
 
 def _inline_operators(build: Builder, *args: Any, **kwargs: Any) -> Any:
     """Append the operators by which torch defines the operator ``build.node`` to the rewritten copy of its graph, and
-    return the node of the result, or a tuple of nodes. Return ``KEEP`` (the operator stays) if the definition cannot be
-    traced, because it reads numbers out of tensors or has no meta kernel, or if it has more than 4096 nodes or writes
-    to its operands.
+    return the node of the result, or a tuple of nodes. Return ``KEEP`` (the operator stays) if the definition reads
+    numbers out of tensors, has no meta kernel, has more than 4096 nodes or writes to its operands.
 
     ``build``: appends operators to the copy. ``args``, ``kwargs``: the operator's arguments, with nodes in place of
     tensors.
@@ -140,11 +139,11 @@ def _inline_operators(build: Builder, *args: Any, **kwargs: Any) -> Any:
 
 def rewrite_recurrent_network(build: Builder, x: fx.Node, state: Any, weights: list[fx.Node], *layers: Any) -> Any:
     """Rewrite a recurrent network as one operator for each layer and direction (``passes/ops/recurrent.py``), with
-    dropout operators between the layers. Return a tuple of nodes: the output of the last layer, and the final state of
-    all layers (two nodes for an LSTM).
+    dropout operators between the layers. Return a tuple of nodes: the output of the last layer and the final state of
+    all layers (for an LSTM, two nodes).
 
-    ``build``: appends operators to the graph. ``x``: the input. ``state``: the initial state of all layers; a list of
-    two for an LSTM. ``weights``: the weights and biases of all layers, in order. ``layers``: the six values of
+    ``build``: appends operators to the graph. ``x``: the input. ``state``: the initial state of all layers; for an
+    LSTM, a list of two. ``weights``: the weights and biases of all layers, in order. ``layers``: the six values of
     :class:`RecurrentLayers`.
     """
     assert build.node is not None

@@ -41,12 +41,12 @@ from partitioner.passes.ops.scored_attention import scored_ops
 
 
 class PairDims(NamedTuple):
-    """The dims by which a mask condition such as ``ids[query] == ids[key]`` reads a tensor. It compares the element at
-    a query's position with the element at a key's position.
+    """The dims by which a mask condition such as ``ids[query] == ids[key]`` reads a tensor. The condition compares the
+    element at a query's position with the element at a key's position.
 
     ``position``: the index of the tensor's dim of positions. ``batch``: the index of its dim of batch rows; ``None`` if
-    all rows read the same elements. ``span``: the first position that is read, and the one after the last; ``None`` for
-    all of them.
+    all rows read the same elements. ``span``: (first position that is read, position after the last); ``None`` for all
+    positions.
     """
 
     position: int
@@ -57,8 +57,8 @@ class PairDims(NamedTuple):
 class DocumentIds(NamedTuple):
     """Document ids: one integer for each position of a row; positions with equal integers belong to one document.
 
-    ``source``: the node of a tensor that contains the integers. ``dims``: its dims of positions and of batch rows, and
-    the positions that are read.
+    ``source``: the node of a tensor that contains the integers. ``dims``: which dims of ``source`` index positions and
+    batch rows, and which positions are read.
     """
 
     source: fx.Node
@@ -88,8 +88,8 @@ class DocumentMask(NamedTuple):
     chunks: Chunks | None = None
 
     def key(self, rows: int) -> DocumentKey:
-        """Return a hashable key of the parts of this attention mask that determine the document ids ``[rows,
-        positions]``. It is used in a cache of document ids. ``rows``: the batch size."""
+        """Return the cache key of the document ids ``[rows, positions]`` of this mask: a hashable tuple of everything
+        on which the ids depend. ``rows``: the batch size."""
         return self.ids, self.chunks, rows
 
 
@@ -109,10 +109,10 @@ class DocumentTerms(NamedTuple):
 
 
 def find_document_mask(terms: Sequence[Condition], length: int) -> DocumentTerms | None:
-    """Return the document ids and the further conditions of an attention mask that shows a query the keys of its own
-    document only. Return ``None`` if the mask depends on data in another way, or not at all.
+    """Return the document ids and the further conditions of an attention mask that shows a query only keys of its own
+    document. Return ``None`` if the mask depends on data in another way, or not at all.
 
-    ``terms``: the conditions of the mask, which must all hold where a key is shown. ``length``: the number of queries,
+    ``terms``: the conditions of the mask; a key is shown where all of them hold. ``length``: the number of queries,
     equal to the number of keys.
     """
     data = [t for t in terms if isinstance(t, DataComparison | SumComparison)]
@@ -136,9 +136,8 @@ def find_document_mask(terms: Sequence[Condition], length: int) -> DocumentTerms
 
 
 def _is_function_of(one: DocumentIds, other: DocumentIds) -> bool:
-    """Return whether the integers ``one`` are proven to be a function of the integers ``other``: two positions of a row
-    that have equal integers in ``other`` have equal integers in ``one``, too. Both have one integer for each
-    position."""
+    """Return whether it is proven that positions with equal document ids in ``other`` also have equal ids in ``one``.
+    ``one``, ``other``: two tensors of document ids, each with one integer for each position."""
     return one.dims == other.dims and _depends_on_ids(one.source, other.source, other.dims.position)
 
 
@@ -180,8 +179,8 @@ def _compare_within(
 
 
 def _compare_constants(compare: str, constants: Sequence[Tensor]) -> Comparison:
-    """Return the comparison of the sum of ``constants`` with 0, written with two sides: on the left the terms that vary
-    along keys alone, on the right the other terms with opposite sign. ``compare``: the comparison, such as ``le``.
+    """Return ``compare(sum of constants, 0)`` as a comparison of two tensors: the left side has all terms that vary
+    along keys alone, the right side all other terms with opposite sign. ``compare``: the comparison, such as ``le``.
     ``constants``: integer tensors ``[..., queries, keys]``."""
     rank = max(2, *(c.dim() for c in constants)) if constants else 2
     by_key, rest = torch.zeros([1] * rank, dtype=torch.int64), torch.zeros([1] * rank, dtype=torch.int64)
@@ -196,12 +195,12 @@ def _compare_constants(compare: str, constants: Sequence[Tensor]) -> Comparison:
 def _subtract_within(
     one: GatheredValue | LookedUpValue, other: GatheredValue | LookedUpValue, ids: fx.Node, dims: PairDims, length: int
 ) -> Tensor | None:
-    """Return ``one`` minus ``other`` as a constant tensor, where both are integers that depend on data, but their
-    difference is known for a query and a key of one document. Return ``None`` if it is not known.
+    """Return ``one - other`` as a constant tensor. Both are integers that depend on data, but their difference may be
+    known for each query and key of one document: if both are the same function of the document id, or if they are
+    positions that increase by one within a document. Return ``None`` if the difference is not known.
 
-    It is known if both are the same function of the document id, or if they are positions that increase by one within a
-    document. ``ids``: the node of the document ids. ``dims``: the dims of ``ids`` that the mask reads. ``length``: the
-    number of queries, equal to the number of keys.
+    ``ids``: the node of the document ids. ``dims``: the dims of ``ids`` that the mask reads. ``length``: the number of
+    queries, equal to the number of keys.
     """
     if isinstance(one, GatheredValue) and isinstance(other, GatheredValue) and is_same_value(one.source, other.source):
         of = _find_pair_dims(one, other, length)
@@ -236,8 +235,9 @@ _LOOK_UPS = {aten.index.Tensor: 1, aten.gather.default: 2, aten.index_select.def
 
 
 def _depends_on_ids(node: fx.Node, ids: fx.Node, dim: int) -> bool:
-    """Return whether each element of the tensor ``node`` is a function of the document id at the same place of ``ids``,
-    so that it is equal for equal ids of one row of the batch. ``dim``: the dim of both that indexes positions."""
+    """Return whether it is proven that, within a row of the batch, positions with equal document ids have equal
+    elements in the tensor ``node``. ``ids``: the node of the document ids. ``dim``: the dim of both tensors that
+    indexes positions."""
     node, ids = _skip_expands_and_casts(node), _skip_expands_and_casts(ids)
     if is_same_value(node, ids):
         return True
@@ -259,8 +259,8 @@ def _depends_on_ids(node: fx.Node, ids: fx.Node, dim: int) -> bool:
 
 
 def _find_pair_dims(one: GatheredValue, other: GatheredValue, length: int) -> PairDims | None:
-    """Return by which dims of a tensor a comparison of two of its elements, such as ``ids[query] == ids[key]``, selects
-    the elements. One element must be at the query's position, the other at the key's position, in the same batch row.
+    """Return which dims of a tensor are read by a comparison of two of its elements, such as ``ids[query] ==
+    ids[key]``. One element must be at the query's position, the other at the key's position, in the same batch row.
     Return ``None`` for any other comparison.
 
     ``one``, ``other``: the compared elements, described by index tensors with the dims ``[batch, heads, queries,
@@ -293,8 +293,8 @@ def is_arange_along(side: Tensor, dim: int, size: int, first: int = 0) -> bool:
 
 
 def _skip_expands_and_casts(node: fx.Node) -> fx.Node:
-    """Return the node from which ``node`` was made by ``expand`` operators and casts between integer types alone, so
-    that it has the same integers; ``node`` itself if there are none."""
+    """Return the node from which ``node`` was made only by ``expand`` operators and by casts that preserve integers;
+    return ``node`` itself if it was made by another operator."""
     while node.target is aten.expand.default or (node.target is aten.to.dtype and preserves_integers(node)):
         node = node.args[0]  # type: ignore[assignment]
     return node
@@ -302,9 +302,9 @@ def _skip_expands_and_casts(node: fx.Node) -> fx.Node:
 
 def _positions_increase_within(positions: fx.Node, position_dim: int, ids: fx.Node, ids_dim: int) -> bool:
     """Return whether it is proven that the integers ``positions`` increase by one from each position to the next within
-    a document. The proof is that ``ids``, the document ids, are the running sum of ``diff(positions) != 1``, so that a
-    new document starts wherever positions do not count up by one. ``position_dim``, ``ids_dim``: the dims of the two
-    tensors that index positions."""
+    a document. This is the case if ``ids``, the document ids, are the running sum of ``diff(positions) != 1``, so that
+    a new document starts wherever ``positions`` does not increase by one. ``position_dim``, ``ids_dim``: the dims of
+    ``positions`` and ``ids`` that index positions."""
     total = _skip_expands_and_casts(ids)
     if total.target is not aten.cumsum.default:
         return False
@@ -326,9 +326,9 @@ def _positions_increase_within(positions: fx.Node, position_dim: int, ids: fx.No
 
 
 def insert_document_ids(graph: fx.Graph, mask: DocumentMask, rows: int) -> fx.Node:
-    """Insert operators into ``graph`` that compute integers ``[rows, positions]``, which are equal for positions of one
-    document of ``mask``, and return the node of the result. ``mask``: an attention mask that shows keys of the query's
-    own document only. ``rows``: the batch size."""
+    """Insert operators into ``graph`` that compute document ids ``[rows, positions]``, which are equal for positions of
+    one document of ``mask``, and return the node of the result. ``mask``: the attention mask, by which a query sees
+    only keys of its own document. ``rows``: the batch size."""
     found = [_insert_rows(graph, ids, rows) for ids in mask.ids]
     if mask.chunks is not None:
         found.append(_insert_chunk_numbers(graph, mask.chunks, rows))
@@ -343,8 +343,8 @@ def insert_document_ids(graph: fx.Graph, mask: DocumentMask, rows: int) -> fx.No
 
 
 def _find_last_placeholder(graph: fx.Graph, node: fx.Node | None) -> fx.Node:
-    """Return the node of ``graph`` after which operators that read ``node`` can be inserted: ``node`` itself, or the
-    last placeholder if it is a placeholder or ``None``."""
+    """Return the node of ``graph`` after which operators that read ``node`` can be inserted: ``node`` itself, or, if
+    ``node`` is a placeholder or ``None``, the last placeholder."""
     if node is not None and node.op != "placeholder":
         return node
     placeholders: list[fx.Node] = [n for n in graph.nodes if n.op == "placeholder"]
@@ -372,8 +372,8 @@ def _insert_chunk_numbers(graph: fx.Graph, chunks: Chunks, rows: int) -> fx.Node
 
 
 def _insert_rows(graph: fx.Graph, ids: DocumentIds, rows: int) -> fx.Node:
-    """Insert operators into ``graph`` that bring ``ids``, one number for each position of a row, to the shape ``[rows,
-    positions]``, and return the node of the result. ``rows``: the batch size."""
+    """Insert operators into ``graph`` that bring the document ids ``ids`` to the shape ``[rows, positions]``, and
+    return the node of the result. ``rows``: the batch size."""
     source: fx.Node = ids.source
     position, batch, span = ids.dims
     if span is not None:
@@ -401,8 +401,7 @@ def _insert_rows(graph: fx.Graph, ids: DocumentIds, rows: int) -> fx.Node:
 
 
 def _insert_span(graph: fx.Graph, source: fx.Node, dim: int, span: tuple[int, int]) -> fx.Node:
-    """Insert a slice of ``source`` along ``dim`` into ``graph``, and return its node. ``span``: the first index of the
-    slice, and the index after its last."""
+    """Insert the slice ``span[0]:span[1]`` of ``source`` along ``dim`` into ``graph``, and return its node."""
     with graph.inserting_after(_find_last_placeholder(graph, source)):
         found = insert_operator_node(graph, aten.slice.Tensor, (source, dim, *span, 1))
     found.meta.update({k: v for k, v in source.meta.items() if k != "val"})
@@ -469,8 +468,8 @@ def _insert_operator_chain(graph: fx.Graph, value: fx.Node, steps: Sequence[_Ste
 
 def _insert_sequence_numbers(graph: fx.Graph, ends: fx.Node, length: int) -> fx.Node:
     """Insert operators into ``graph`` that compute, for each of ``length`` positions, the number of the packed sequence
-    that it is in. Return their node ``[1, length]``. ``ends``: the node of the cumulative lengths of the sequences, in
-    positions, ``[sequences + 1]``; the operators are inserted after it."""
+    to which the position belongs. Return their node ``[1, length]``. ``ends``: the node of the cumulative lengths of
+    the sequences, in positions, ``[sequences + 1]``; the operators are inserted after it."""
     with graph.inserting_after(_find_last_placeholder(graph, ends)):
         places = graph.call_function(aten.arange.start_step, (0, length, 1), {"device": META, "dtype": torch.int64})
     places.meta["val"] = torch.empty(length, dtype=torch.int64, device=META)
@@ -489,39 +488,39 @@ _MOST_DOCUMENTS = 256  # most lengths that are stored; a plan has them with each
 
 
 def list_document_attentions(graph: fx.Graph) -> list[fx.Node]:
-    """Return a list of the attentions in ``graph`` that work within packed documents, in order: the nodes of
+    """Return the attention nodes of ``graph`` that are restricted to packed documents, in order: those of
     ``partition::document_attention``, and those of ``partition::scored_attention`` that have document ids."""
     targets = document_ops.document_attention.default, scored_ops.scored_attention.default
     return [n for n in graph.nodes if n.target in targets and n.args[3] is not None]
 
 
 def list_prefix_attentions(graph: fx.Graph) -> list[fx.Node]:
-    """Return a list of the ``partition::scored_attention`` nodes in ``graph`` that have a prefix (marked keys that
-    every query of their document sees, also earlier ones), in order."""
+    """Return the ``partition::scored_attention`` nodes in ``graph`` that have a prefix (marked keys that every query of
+    their document sees, also queries before them), in order."""
     return [n for n in graph.nodes if n.target is scored_ops.scored_attention.default and n.args[4] is not None]
 
 
 def list_chunked_attentions(captured: Captured) -> list[fx.Node]:
-    """Return the attention operators in the graph of ``captured`` (a model as one graph) that work within documents
-    with constant ids: a document is then a chunk of positions and does not depend on inputs."""
+    """Return the attention nodes in the graph of ``captured`` (a model as one graph) whose documents are constant
+    chunks of positions, independent of inputs."""
     constants = ConstantEvaluator(_list_known_values(captured, {}))
     nodes = list_document_attentions(captured.graph)
     return [n for n in nodes if isinstance(constants.find_value(n.args[3]), Tensor)]  # type: ignore[arg-type]
 
 
 def set_document_lengths(captured: Captured, lengths: Sequence[int], inputs: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """Store the typical lengths of documents in the attention operators of ``captured`` (a model as one graph) that
-    work within packed documents, in place, and return these lengths. Only the cost model reads them.
+    """Store the typical lengths of documents in the attention operators of ``captured`` (a model as one graph) that are
+    restricted to packed documents, in place, and return these lengths. Only the cost model reads them.
 
     ``lengths``: the numbers of positions of typical documents. If it is empty, lengths are counted in ``inputs``: path
     of a model input, such as ``input_ids`` -> tensor. Where documents are divided into chunks of positions, the lengths
-    are those of the chunks. The result is empty if there is no such operator, if the inputs are meta tensors, or if the
-    document ids depend on more than inputs and constants. If operators have different counted lengths, the result is
-    the lengths of the first operator whose documents depend on data.
+    of the chunks are stored. The result is empty if there is no such operator, if the inputs are meta tensors, or if
+    the document ids depend on more than inputs and constants. If operators have different counted lengths, those of the
+    first operator whose documents depend on data are returned.
 
-    An attention may have a prefix: marked keys that all queries of their document see, although the attention is causal
-    or in a window otherwise. For such an operator, also store the mean number, per row, of pairs of a query and a key
-    that are visible because of the prefix alone, counted in ``inputs``; -1 if it is unknown.
+    An attention may have a prefix: marked keys that all queries of their document see, although the attention is
+    otherwise causal or in a window. For such an operator, also store the mean number, per row, of pairs of a query and
+    a key that are visible because of the prefix alone, counted in ``inputs``; -1 if it is unknown.
     """
     nodes = list_document_attentions(captured.graph)
     evaluator = ConstantEvaluator(_list_known_values(captured, inputs))
@@ -548,9 +547,9 @@ def _get_argument_position(node: fx.Node, name: str) -> int:
 
 
 def _list_known_values(captured: Captured, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the values of the constants of ``captured`` (a model as one graph), and of its inputs of which ``inputs``
-    has a sample: placeholder name -> value. A sample is repeated to the shape that the input has in the graph.
-    ``inputs``: path of a model input, such as ``input_ids`` -> sample."""
+    """Return the known values of placeholders of ``captured`` (a model as one graph), as a dict placeholder name ->
+    value: all constants, and the inputs for which ``inputs`` has a sample. A sample is repeated to the shape that the
+    input has in the graph. ``inputs``: path of a model input, such as ``input_ids`` -> sample."""
     specs = {i.value: i for i in captured.inputs}
     values = {}
     for placeholder, name in captured.placeholders.items():
@@ -566,7 +565,7 @@ def _list_known_values(captured: Captured, inputs: Mapping[str, Tensor]) -> dict
 
 def _count_prefix_pairs(evaluator: ConstantEvaluator, node: fx.Node) -> int:
     """Return the mean number, per row of the batch, of query-key pairs that the attention ``node`` computes only
-    because of its prefix; -1 if it is unknown. The prefix is a set of keys. The queries of their document see them in a
+    because of its prefix; -1 if it is unknown. A prefix is a set of keys that the queries of their document see in a
     wider range of positions than other keys. ``evaluator``: computes the value of a node from constants and given
     inputs."""
     ids, prefix = node.args[3:5]
@@ -610,9 +609,9 @@ def _cut_documents(evaluator: ConstantEvaluator, ids: fx.Node, lengths: Sequence
     Chunks of positions that depend on data start anew in each document. The result is empty if ``lengths`` is empty and
     there are no chunks.
 
-    ``lengths``: the lengths before; if it is empty, each row is one document. ``ids``: the node ``[batch, positions]``
-    of the document ids, which may contain numbers of chunks. ``evaluator``: computes the value of a node from constants
-    and given inputs.
+    ``lengths``: the lengths before the cut; if it is empty, each row is one document. ``ids``: the node ``[batch,
+    positions]`` of the document ids, which may contain numbers of chunks. ``evaluator``: computes the value of a node
+    from constants and given inputs.
     """
     found, row, pieces = list(lengths), list_node_sizes(ids)[1], list[int]()
     for size, numbers in sorted(_list_chunk_sizes(evaluator, ids), key=lambda each: each[1] is not None):
@@ -628,8 +627,8 @@ def _cut_documents(evaluator: ConstantEvaluator, ids: fx.Node, lengths: Sequence
 
 def _list_chunk_sizes(evaluator: ConstantEvaluator, ids: fx.Node) -> list[tuple[int, list[int] | None]]:
     """Return a pair for each floor division ``numbers // size`` by which the document ids ``ids`` divide a row into
-    chunks: the size of a chunk, in positions; and the numbers of a row that are divided, or ``None`` if they depend on
-    data. ``evaluator``: computes the value of a node from constants and given inputs."""
+    chunks: (``size``, in positions; ``numbers`` of one row as a list, or ``None`` if they depend on data).
+    ``evaluator``: computes the value of a node from constants and given inputs."""
     while ids.target in (aten.reshape.default, aten.expand.default, aten.permute.default, aten.to.dtype):
         ids = ids.args[0]  # type: ignore[assignment]
     if ids.target is document_ops.combine_ids.default:
@@ -645,9 +644,9 @@ def _list_chunk_sizes(evaluator: ConstantEvaluator, ids: fx.Node) -> list[tuple[
 
 
 def _count_documents(evaluator: ConstantEvaluator, ids: fx.Node) -> tuple[int, ...]:
-    """Return the lengths of documents, in positions. A document is a run of equal integers in ``ids``; rows of the
-    batch are read until at least 256 documents are found. Return an empty tuple if the integers are unknown. ``ids``:
-    the node ``[batch, positions]`` of the document ids. ``evaluator``: computes the value of a node from constants and
+    """Return the lengths of documents, in positions. A document is a run of equal integers in ``ids``, the node
+    ``[batch, positions]`` of the document ids. Rows of the batch are read until at least 256 documents are found.
+    Return an empty tuple if the integers are unknown. ``evaluator``: computes the value of a node from constants and
     given inputs."""
     found = evaluator.find_value(ids)
     if not isinstance(found, Tensor):

@@ -88,10 +88,10 @@ def _reshape_unless_equal(build: Builder, flat: fx.Node, sizes: list[int]) -> fx
 
 def _reduce_bags(build: Builder, rows: fx.Node, kept: fx.Node | None, mode: int) -> fx.Node:
     """Return the node of the sum (``mode`` 0), mean (1) or maximum (2) of ``rows`` ``[bags, size, width]`` over dim 1.
-    A bag in which no row counts gives 0.
+    A bag without counted rows gives 0.
 
-    ``build``: appends operators to the graph. ``kept``: a node ``[bags, size]``, true for the rows that count; ``None``
-    means all.
+    ``build``: appends operators to the graph. ``kept``: a node ``[bags, size]``, true for the rows that are counted;
+    ``None`` means all.
     """
     left_out = None
     if kept is not None:
@@ -171,10 +171,9 @@ def _rewrite_slice_write(build: Builder, target: Any, x: fx.Node, dim: int, inde
 
 
 def _find_slice_indices(build: Builder, x: fx.Node, dim: int, index: fx.Node) -> fx.Node | None:
-    """Return a vector of indices along ``dim``, as a node, if the index tensor ``index`` is this vector expanded over
-    the other dims, as ``v.view(-1, 1).expand(n, m)`` is for dim 0. The ``scatter`` or ``gather`` of ``x`` that reads
-    ``index`` then writes or reads whole slices of ``x``. Return ``None`` if ``index`` is not such an expansion to the
-    sizes of ``x``.
+    """If the index tensor ``index`` of a ``gather`` or ``scatter`` of ``x`` along ``dim`` is a vector expanded over all
+    other dims, such as ``v.view(-1, 1).expand(n, m)`` for ``dim`` 0, return the node of this vector: whole slices of
+    ``x`` are then read or written. Return ``None`` for any other ``index``.
 
     ``build``: appends operators to the graph.
     """
@@ -233,8 +232,8 @@ def rewrite_index(build: Builder, x: fx.Node, indices: list[fx.Node | None]) -> 
 
 
 def _find_counted_dim(node: fx.Node, rank: int) -> tuple[int, int] | None:
-    """Return (dim, size) if ``node`` is an ``arange(size)``, possibly reshaped, that varies along this one dim; return
-    ``None`` for any other node.
+    """If ``node`` is an ``arange(size)``, possibly reshaped, that varies along a single dim, return (this dim,
+    ``size``). Return ``None`` for any other node.
 
     ``rank``: the number of dims to which ``node`` is broadcast; the returned dim is an index from 0 among these.
     """
@@ -255,10 +254,11 @@ def index_put(
     build: Builder, x: fx.Node, indices: list[fx.Node | None], value: fx.Node, accumulate: bool = False
 ) -> Any:
     """Rewrite ``x[mask] = value`` (or ``+=`` if ``accumulate``) as a ``where``, and return the node of the result.
+    Return ``KEEP`` (the operator stays) if ``indices`` or ``value`` has another form than the following.
 
-    ``build``: appends operators to the graph. ``indices``: must be a single boolean mask over the leading dims of
-    ``x``. ``value``: the node of one value for all masked positions: a number, or a tensor with the dims of ``x``
-    behind the mask. In any other case, return ``KEEP`` (the operator stays).
+    ``build``: appends operators to the graph. ``indices``: a single boolean mask over the leading dims of ``x``.
+    ``value``: the node of one value for all masked positions: a number, or a tensor with the dims of ``x`` behind the
+    mask.
     """
     mask = indices[0] if len(indices) == 1 else None
     if mask is None or get_node_tensor(mask).dtype != torch.bool:

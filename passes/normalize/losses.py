@@ -3,13 +3,14 @@
 The count depends on targets alone, so it can be computed over the whole global batch before anything else runs.
 
 :func:`undo_target_shift` rewrites next-token losses. The last position has no target, so models drop it:
-``cross_entropy(logits[:, :-1], tokens[:, 1:])``. The remaining length is one less than the sequence and does
-not divide evenly over ranks, so the logits, the largest values of the model, would have to be gathered. The rewrite
-keeps the last position, with an ignored target, which adds nothing to the sum, the count or a gradient.
+``cross_entropy(logits[:, :-1], tokens[:, 1:])``. The remaining length, one less than the sequence, cannot be divided
+evenly among ranks, so the logits, the largest values of the model, would have to be gathered. The rewrite keeps the
+last position, with an ignored target, which adds nothing to the sum, the count or a gradient.
 
 :func:`fuse_gathered_log_softmax` rewrites ``gather(log_softmax(x), index)`` as ``-cross_entropy(x, index)`` if nothing
-else reads the ``log_softmax``. Models that rank, distil or learn from rewards write the log-probability of a token in
-this way; ``nll_loss`` of a ``log_softmax`` is covered, too. Requires: normal form."""
+else reads the ``log_softmax``. Ranking, distillation and reward models compute the log-probability of a token in this
+way; ``nll_loss`` of a ``log_softmax`` is rewritten, too. Requires: normal form.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +38,12 @@ _PASSED: tuple[object, ...] = (*CASTS, *KEEPS, *SWAPS)
 
 def undo_target_shift(build: Builder, logits: fx.Node, target: fx.Node, ignore_index: int) -> tuple[fx.Node, fx.Node]:
     """Rewrite the operands of a next-token loss so that the sequence keeps its full length, which can be sharded
-    evenly. A model often drops the last position, which has no target, by a slice of the logits. Return two nodes: the
-    logits without this slice, and the targets with ``ignore_index`` at the positions that the slice removed, so that
-    the loss is the same.
+    evenly. Models often drop the last position, which has no target, by a slice of the logits. Return two nodes: the
+    logits without this slice, and the targets with ``ignore_index`` at the dropped positions. The loss is the same.
 
     ``build``: appends operators to the graph. ``logits``: ``[b * (s - n), classes]`` or ``[b, classes, s - n]``, made
     by a slice of ``[b, s, classes]`` along ``s`` that removes ``n`` positions. ``target``: the class for each of the
-    ``s - n`` positions. ``ignore_index``: the class that the loss leaves out. If the logits were not made in this way,
+    ``s - n`` positions. ``ignore_index``: the class that the loss ignores. If the logits were not made in this way,
     return ``logits`` and ``target`` unchanged.
     """
     casts: list[fx.Node] = []
@@ -86,8 +86,8 @@ _MOVES = (*KEEPS, *SWAPS, aten.slice.Tensor)
 
 def _apply_reduction(build: Builder, terms: fx.Node, reduction: int) -> fx.Node:
     """Append the reduction of a loss to the graph and return the node of the result. ``build``: appends operators to
-    the graph. ``terms``: the node of the loss of each element. ``reduction``: torch's code: 0 returns ``terms``
-    unchanged, 1 gives the mean, 2 the sum."""
+    the graph. ``terms``: the node of the loss of each element. ``reduction``: 0 for none (``terms`` is returned), 1 for
+    the mean, 2 for the sum."""
     if reduction == NONE:
         return terms
     result = build(aten.sum.default, terms)
@@ -138,11 +138,11 @@ def rewrite_cross_entropy(
 
 
 def append_target_cross_entropy(build: Builder, logits: fx.Node, index: fx.Node, dim: int) -> fx.Node:
-    """Return the node of the cross entropy of each row of ``logits`` with its target class. It has the shape of
-    ``logits`` with size 1 along ``dim``, the dim of classes.
+    """Append the cross entropy of each row of ``logits`` with its target class to the graph, and return its node. The
+    result has the shape of ``logits`` with size 1 along ``dim``, the dim of classes.
 
-    If the logits were cast from a 16-bit type to float32, the operator reads them before the cast and returns float32.
-    This saves the memory of the float32 logits. ``build``: appends operators to the graph. ``index``: the node of the
+    If the logits were cast from a 16-bit type to float32, the new operator reads the 16-bit tensor and returns float32,
+    so that the float32 logits are not stored. ``build``: appends operators to the graph. ``index``: the node of the
     class of each row, with size 1 along ``dim``.
     """
     narrow = _skip_earlier_cast(build, logits)
@@ -152,9 +152,9 @@ def append_target_cross_entropy(build: Builder, logits: fx.Node, index: fx.Node,
 
 
 def _skip_earlier_cast(build: Builder, node: fx.Node) -> fx.Node | None:
-    """Return a 16-bit version of ``node`` if it was computed by a cast from a 16-bit type to float32 and then only by
-    reshapes, transposes, copies and slices. These are appended to the graph again, on the tensor before the cast, so
-    that the float32 tensor is not needed. Return ``None`` if ``node`` was computed in another way.
+    """If ``node`` was computed by a cast from a 16-bit type to float32, followed only by reshapes, transposes, copies
+    and slices, append these to the graph again without the cast and return the node of the 16-bit result. Otherwise
+    return ``None``.
 
     ``build``: appends operators to the graph.
     """
@@ -193,7 +193,7 @@ def rewrite_nll_loss(
 
 
 def _mask_ignored_targets(build: Builder, target: fx.Node, ignore_index: int, dim: int) -> tuple[fx.Node, fx.Node]:
-    """Append operators to the graph and return two nodes: a mask, true for targets that are not ignored; and the
+    """Append operators to the graph and return two nodes: a mask that is true for targets that are not ignored; and the
     targets, with 0 in place of ignored ones. Both get a new dim of size 1 at index ``dim``, the dim of classes.
     ``build``: appends operators to the graph. ``target``: the class index of each sample. ``ignore_index``: the class
     of ignored targets."""
@@ -205,12 +205,12 @@ def _mask_ignored_targets(build: Builder, target: fx.Node, ignore_index: int, di
 def _reduce_counted(
     build: Builder, terms: fx.Node, counts: fx.Node, weights: fx.Node | None, reduction: int, dim: int
 ) -> fx.Node:
-    """Return the node of a loss: the reduction of ``terms``, the loss of each target, in which ignored targets count as
-    zero.
+    """Append the reduction of a loss to the graph, in which ignored targets count as zero, and return the node of the
+    result.
 
-    ``build``: appends operators to the graph. ``counts``: the mask of targets that are not ignored. ``weights``: the
-    class weight of each target; ``None`` means 1. ``reduction``: 0 none, 1 mean (weighted by ``weights``), 2 sum.
-    ``dim``: the dim of classes, of size 1, which is removed if there is no reduction.
+    ``build``: appends operators to the graph. ``terms``: the loss of each target. ``counts``: the mask of targets that
+    are not ignored. ``weights``: the class weight of each target; ``None`` means 1. ``reduction``: 0 none, 1 mean
+    (weighted by ``weights``), 2 sum. ``dim``: the dim of classes, of size 1, which is removed if there is no reduction.
     """
     terms = build(aten.where.ScalarOther, counts, terms, 0.0)
     if reduction == NONE:

@@ -2,8 +2,9 @@
 
 An attention mask is described by conditions that must all hold where a query sees a key. A condition compares
 constants, or integers that depend on data. Such an integer is described as a copy of an element of a tensor of the
-graph (:class:`GatheredValue`), or as an element of a table at such an index (:class:`LookedUpValue`). A sum of these
-and of constants is a :class:`DataSum`, such as the position in a document, ``key - starts[documents[key]]``.
+graph (:class:`GatheredValue`), or as the element of a table whose index depends on data (:class:`LookedUpValue`). A
+:class:`DataSum` is a sum of such integers and of constants, such as the position in a document, ``key -
+starts[documents[key]]``.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Comparison:
 
 @dataclass(frozen=True, eq=False)
 class GatheredValue:
-    """Says where the elements of an integer tensor come from: each is an element of another tensor of the graph, plus a
-    constant. The numbers themselves depend on data and are not known.
+    """Describes where the elements of an integer tensor come from: each is a copy of an element of another tensor of
+    the graph, plus a constant. The values of the integers depend on data and are not known.
 
     ``source``: the node of the other tensor. ``places``: for each dim of ``source``, an index tensor: the index of each
     element along this dim. It has size 1 in every dim along which the index is constant. ``offset``: the constant.
@@ -82,8 +83,8 @@ class GatheredValue:
 
 @dataclass(frozen=True, eq=False)
 class LookedUpValue:
-    """Says where the elements of an integer tensor come from: each is an element of a table of the graph at an index
-    that depends on data, such as the first position of the document of each query.
+    """Describes where the elements of an integer tensor come from: each is an element of a table of the graph at an
+    index that depends on data. An example is the first position of the document of each query.
 
     ``table``: the node of the table. ``indices``: for each dim of ``table``, the index of each element along this dim,
     as an index tensor or as a description of integers that depend on data.
@@ -104,10 +105,10 @@ _Part = tuple[int, GatheredValue | LookedUpValue]  # a sign and integers that de
 
 @dataclass(frozen=True, eq=False)
 class DataSum:
-    """A sum of constants and of integers that depend on data, which all broadcast.
+    """A sum of constants and of integers that depend on data; all summands broadcast.
 
     ``constants``: integer tensors. ``parts``: for each other summand, its sign (1 or -1) and where its elements come
-    from. ``is_magnitude``: whether the tensor is the absolute value of the sum.
+    from. ``is_magnitude``: whether the described tensor is the absolute value of the sum.
     """
 
     constants: tuple[Tensor, ...]
@@ -162,8 +163,8 @@ class DataComparison:
 
 @dataclass(frozen=True, eq=False)
 class SumComparison:
-    """A condition of an attention mask that compares a sum of integers, some of which depend on data, with 0:
-    ``compare(total, 0)``.
+    """A condition of an attention mask that compares a sum of integers with 0: ``compare(total, 0)``. Some of the
+    integers depend on data.
 
     ``compare``: ``eq``, ``ne``, ``lt``, ``le``, ``gt`` or ``ge``. ``total``: the sum.
     """
@@ -180,18 +181,18 @@ class SumComparison:
         return SumComparison(self.compare, self.total.map_tensors(move))
 
 
-# A condition may also be a boolean tensor, all of whose elements count.
+# A condition may also be a boolean tensor, true where the condition holds.
 Condition = Comparison | DataComparison | SumComparison | Tensor
 
 
 @dataclass(frozen=True)
 class ConditionalValue:
-    """A description of a tensor, such as an attention mask, that has the number ``shown`` where all conditions in
-    ``terms`` hold, and the number ``hidden`` elsewhere. Both numbers are 0-dimensional tensors. A condition is a
-    boolean tensor or a comparison.
+    """Describes a tensor, such as an attention mask, that has the number ``shown`` where all conditions in ``terms``
+    hold, and the number ``hidden`` elsewhere. Both numbers are 0-dimensional tensors. A condition is a boolean tensor
+    or a comparison.
 
-    ``is_bound``: whether the tensor may have several numbers where the conditions do not hold, as a sum of two
-    attention masks has; ``hidden`` is then an upper bound on them.
+    ``is_bound``: if true, the tensor may have several numbers where not all conditions hold, as a sum of two attention
+    masks has, and ``hidden`` is an upper bound on them.
     """
 
     terms: tuple[Condition, ...]
@@ -200,20 +201,20 @@ class ConditionalValue:
     is_bound: bool = False
 
 
-# What is known of a tensor: its elements, with size 1 in constant dims; conditions that must all hold; a choice between
-# two numbers by conditions; or from which elements of a data-dependent tensor its elements are copied.
+# What is known of a tensor: its elements, with size 1 in constant dims; conditions that must all hold; one number where
+# conditions hold and another elsewhere; or from which elements of a data-dependent tensor its elements are copied.
 Value = Tensor | tuple[Condition, ...] | ConditionalValue | GatheredValue
 
-MASKED = -6e4  # hiding a score adds at most this, usually the type's lowest number or -inf
+MASKED = -6e4  # a mask hides a score by adding at most this; usually it adds the dtype's lowest number or -inf
 
 
 _DEPTH = 12  # most operators in a row that are compared
 
 
 def is_same_value(one: Any, other: Any, depth: int = _DEPTH) -> bool:
-    """Return whether ``one`` and ``other``, two nodes or other arguments of operators, have the same value because they
-    are computed by the same operators from the same nodes. Two different nodes that draw random numbers never count as
-    equal.
+    """Return whether ``one`` and ``other``, two nodes or other arguments of operators, are proven to have the same
+    value: the same operators compute them from the same nodes. Two different nodes that draw random numbers never count
+    as equal.
 
     ``depth``: the largest number of operators in a row that are compared; beyond it, a node is equal only to itself.
     """
@@ -301,8 +302,8 @@ def align_rank(tensor: Tensor, rank: int) -> Tensor:
 
 
 def _are_exchanged(one: Tensor, other: Tensor) -> bool:
-    """Return whether the tensor ``one`` equals ``other`` with its last two dims exchanged. A tensor with fewer dims
-    than the other one gets dims of size 1 in front."""
+    """Return whether the tensor ``one`` equals ``other`` with its last two dims exchanged. The tensor with fewer dims
+    is first given dims of size 1 in front."""
     rank = max(2, one.dim(), other.dim())
     one, other = (align_rank(x, rank) for x in (one, other))
     return one.dtype == other.dtype and torch.equal(one, other.mT)
@@ -310,8 +311,8 @@ def _are_exchanged(one: Tensor, other: Tensor) -> bool:
 
 def exchange_last_dims(value: GatheredValue, rank: int) -> GatheredValue:
     """Return the description of a tensor that is ``x`` with its last two dims exchanged. ``value``: the description of
-    ``x``, whose elements are elements of another tensor. ``rank``: the number of dims of the result; where ``x`` has
-    fewer dims, it gets dims of size 1 in front."""
+    ``x`` by elements of another tensor. ``rank``: the number of dims of the result; if ``x`` has fewer dims, it first
+    gets dims of size 1 in front."""
 
     def move(place: Tensor) -> Tensor:
         most = max(2, place.dim(), rank)
@@ -322,11 +323,12 @@ def exchange_last_dims(value: GatheredValue, rank: int) -> GatheredValue:
 
 
 def compare_sums(compare: str, a: DataSum, b: DataSum) -> tuple[Condition, ...] | None:
-    """Return conditions that all hold exactly where ``compare(a, b)`` is true; ``None`` if there are none. ``a``,
+    """Return conditions of which all hold exactly where ``compare(a, b)`` is true; ``None`` if there are none. ``a``,
     ``b``: sums of integers that may depend on data. ``compare``: ``eq``, ``ne``, ``lt``, ``le``, ``gt`` or ``ge``.
 
-    In ``a - b``, as many integers that depend on data must be added as are subtracted, and at least one, as in a
-    comparison of a query's position with a key's. If one of the two is an absolute value, the other must be a number.
+    In ``a - b``, the integers that depend on data must be half added and half subtracted, and there must be some, as in
+    a comparison of a query's position with a key's. If ``a`` or ``b`` is an absolute value, the other one must be a
+    number.
     """
     if a.is_magnitude or b.is_magnitude:
         return _compare_magnitude(compare, a, b)
@@ -348,9 +350,9 @@ def compare_sums(compare: str, a: DataSum, b: DataSum) -> tuple[Condition, ...] 
 
 
 def _compare_magnitude(compare: str, a: DataSum, b: DataSum) -> tuple[Condition, ...] | None:
-    """Express ``compare(a, b)`` by conditions: the comparison is true exactly where all of them hold. One of ``a`` and
-    ``b`` must be the absolute value of a sum of integers, the other a number. Return ``None`` for other operands, or if
-    the comparison is no conjunction of conditions, such as ``abs(x) > 2``."""
+    """Return conditions of which all hold exactly where ``compare(a, b)`` is true. One of ``a`` and ``b`` must be the
+    absolute value of a sum of integers, the other a number. Return ``None`` for other operands, or if the comparison is
+    not a conjunction of conditions, such as ``abs(x) > 2``."""
     if not a.is_magnitude:
         a, b, compare = b, a, {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}.get(compare, compare)
     if b.is_magnitude or b.parts or any(c.numel() != 1 for c in b.constants):

@@ -61,11 +61,9 @@ _ONE_TYPE: dict[Any, int] = {
 
 
 def refuse_unsupported_nodes(graph: fx.Graph) -> None:
-    """Raise an error for the first operator of ``graph`` that a plan cannot execute.
-
-    :class:`UnsupportedError`: a number read out of a tensor, a sparse tensor, or a function that is no torch operator.
-    :class:`InputsError`: a product whose operands have different dtypes.
-    """
+    """Raise an error for the first operator of ``graph`` that a plan cannot execute: :class:`UnsupportedError` if it
+    reads a number out of a tensor, makes a sparse tensor, or is not a torch operator; :class:`InputsError` if it is a
+    product whose operands have different dtypes."""
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -92,11 +90,7 @@ def refuse_unsupported_nodes(graph: fx.Graph) -> None:
 
 def _check_types(node: fx.Node) -> None:
     """Raise :class:`InputsError` if ``node`` is a matrix product, a convolution or an attention whose operands have
-    different dtypes.
-
-    Torch raises an error for such operands only when it computes with real numbers, not while tracing, so that the
-    error would come late.
-    """
+    different dtypes. Torch does not raise this error while tracing, but only when it executes the operator."""
     count = _ONE_TYPE.get(getattr(node.target, "overloadpacket", None), 0)
     found = [a.meta["val"].dtype for a in node.args[:count] if isinstance(a, fx.Node)]
     if len(set(found)) > 1:
@@ -116,8 +110,8 @@ RULES = {**SHAPES, **STRIDES, **ALGEBRA, **BAGS, **INDICES, **LOSSES, **RANDOM, 
 
 
 def normalize(captured: Captured) -> Captured:
-    """Return the captured model (one graph of the whole model) with its graph rewritten so that each kind of
-    computation has one form, for which later passes have rules: composite operators are decomposed, and losses, indices
+    """Return ``captured`` (one graph of the whole model) with its graph rewritten to normal form, in which each kind of
+    computation has one form, for which later passes have rules. Composite operators are decomposed, and losses, indices
     and views are rewritten.
 
     Loops over the experts of a mixture of experts become one product in which each row is multiplied by the matrix of
@@ -184,7 +178,7 @@ def _deduplicate_results(graph: fx.Graph, results: list[str]) -> dict[str, str]:
     """Remove repeated nodes from the output node of ``graph``, in place, so that each result is returned once. Return a
     dict: name in ``results`` -> name of the node that has this result now.
 
-    ``results``: the names of the nodes that the graph returned before a pass changed it, in the order of its outputs.
+    ``results``: the names of the output nodes of ``graph`` before a pass changed it, in the order of the outputs.
     """
     output: Any = graph.output_node()
     found = dict(zip(results, _list_result_names(graph), strict=True))

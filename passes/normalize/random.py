@@ -42,7 +42,7 @@ def rewrite_native_dropout(build: Builder, x: fx.Node, p: float, train: bool | N
     not zeroed.
 
     ``build``: appends operators to the graph. ``p``: the probability of zeroing an element. ``train``: whether dropout
-    is on; ``None`` means that it is. If it is off or ``p`` is 0, the result is ``x`` and the mask is true everywhere.
+    is on; ``None`` means true. If dropout is off or ``p`` is 0, the result is ``x`` and the mask is true everywhere.
     """
     if train is False or p == 0:
         return x, build(aten.ones_like.default, x, dtype=torch.bool, device=META)
@@ -71,11 +71,10 @@ def rewrite_random_draw(build: Builder, *args: Any, **kwargs: Any) -> Any:
 
 
 def _create_sampler(build: Builder, given: Mapping[str, Any], result: Tensor) -> Sampler:
-    """Return a :class:`Sampler` for a function that imitates one of torch's random operators on a graph. The function
-    calls the sampler to append operators and draws of random numbers, and to read the operator's arguments. ``build``:
-    appends operators to the graph. ``given``: the arguments of torch's operator by name. ``result``: a meta tensor with
-    the shape and dtype of its result.
-    """
+    """Return a :class:`Sampler` for a function that imitates one of torch's random operators on a graph. Through the
+    sampler, the function reads the operator's arguments, appends operators to the graph and draws random numbers.
+    ``build``: appends operators to the graph. ``given``: the arguments of torch's operator by name. ``result``: a meta
+    tensor with the shape and dtype of the operator's result."""
 
     def numbers(distribution: torch._ops.OpOverload, sizes: Sequence[int], *parameters: fx.Node) -> fx.Node:
         return _draw_random_numbers(build, list(sizes), distribution, *parameters)
@@ -238,8 +237,8 @@ _SWITCHES = ("train", "training", "dropout", "dropout_p")  # arguments that swit
 
 
 def refuse_torch_random_operators(graph: fx.Graph) -> None:
-    """Raise :class:`UnsupportedError` if ``graph`` still has a random operator of torch, one that no rewrite rule has
-    replaced. Its numbers would differ between plans."""
+    """Raise :class:`UnsupportedError` if ``graph`` still has a random operator of torch that no rewrite rule has
+    replaced. The numbers of such an operator would differ between plans."""
     for node in graph.nodes:
         if node.op == "call_function" and _is_random_draw(node):
             raise _create_draw_error(node)
@@ -316,9 +315,9 @@ _SATURATED = 1.7580993408473766  # the negated limit of SELU at minus infinity
 
 def _draw_kept_mask(build: Builder, x: fx.Node, p: float, whole_channels: bool) -> fx.Node:
     """Append a random mask for dropout of ``x`` to the graph: 1 with probability ``1 - p``, otherwise 0. Return its
-    node. ``build``: appends operators to the graph. ``p``: the probability of zeroing. ``whole_channels``: whether one
-    number is drawn for each channel (dim 1) of a sample; the mask then has size 1 in every dim behind dim 1. Otherwise
-    it has the shape of ``x``."""
+    node. ``build``: appends operators to the graph. ``p``: the probability of zeroing. ``whole_channels``: if true, one
+    number is drawn for each channel (dim 1) of a sample, and the mask has size 1 in every dim behind dim 1; if false,
+    the mask has the shape of ``x``."""
     sizes = list_node_sizes(x)
     sizes = sizes[:2] + [1] * (len(sizes) - 2) if whole_channels else sizes
     kept: fx.Node = random.sample_bernoulli(_create_sampler(build, {"p": 1 - p}, get_node_tensor(x).new_empty(sizes)))

@@ -8,9 +8,9 @@ computes them:
 * a prefix: keys that every query of their document sees, in addition to the keys that a causal condition or a window
   shows; a window may also limit both.
 
-Attention may be torch's operator with such a mask, or eager, that is, written as a product, changes of the scores, a
+Such attention may be torch's operator with a mask, or eager, that is, written as a product, changes of the scores, a
 softmax and a product. ``flex_attention`` with a score function is traced as eager attention. Eager attention without
-these features, but within documents, is replaced by ``partition::document_attention``; any other stays as it is.
+these features, but restricted to documents, is replaced by ``partition::document_attention``; any other stays as it is.
 Requires: a graph in normal form, in which :func:`drop_constant_masks` has replaced other masks.
 """
 
@@ -67,26 +67,23 @@ class ElementSource:
     places: tuple[Tensor, ...]
 
     def map_tensors(self, move: _Move) -> ElementSource:
-        """Return the description of ``move(x)``, where ``x`` is the tensor that this object describes by elements of
-        another tensor. ``move``: a function that rearranges the dims of a tensor, such as a transpose; it is applied to
-        the index tensors.
-        """
+        """Return the description of ``move(x)``, where ``x`` is the tensor that this object describes. ``move``: a
+        function that rearranges the dims of a tensor, such as a transpose; it is applied to the index tensors."""
         return ElementSource(self.source, tuple(move(p) for p in self.places))
 
 
 @dataclass(frozen=True, eq=False)
 class FlaggedCondition:
-    """A condition of an attention mask: a query sees a key where all of ``terms`` hold, or where ``flags`` is true.
+    """A condition of an attention mask: a query sees a key if all of ``terms`` hold, or if ``flags`` is true.
     ``terms``: conditions such as a causal mask. ``flags``: a boolean tensor that depends on data, such as one flag for
-    each key of a prefix."""
+    each key, true for the keys of a prefix."""
 
     terms: tuple[Condition, ...]
     flags: ElementSource
 
     def map_tensors(self, move: _Move) -> FlaggedCondition:
-        """Return the condition for an attention mask whose dims ``move`` has rearranged, ``move(mask)``. ``move``: a
-        function that rearranges the dims of a tensor, such as a transpose.
-        """
+        """Return this condition for the attention mask ``move(mask)``, where ``mask`` is the mask to which it belongs.
+        ``move``: a function that rearranges the dims of a tensor, such as a transpose."""
         terms = tuple(folding.map_condition(t, move) for t in self.terms)
         return FlaggedCondition(terms, self.flags.map_tensors(move))
 
@@ -102,18 +99,17 @@ class VectorSum:
     parts: tuple[Tensor, ...]
 
     def map_tensors(self, move: _Move) -> VectorSum:
-        """Return the description of ``move(x)``, where ``x`` is the constant tensor that this object describes as a sum
-        of parts. ``move``: a function that may be applied to each part instead of the sum: a rearrangement of dims, a
-        cast, or a product with a number.
-        """
+        """Return the description of ``move(x)``, where ``x`` is the constant tensor that this object describes.
+        ``move``: a function that may be applied to each part instead of the sum: a rearrangement of dims, a cast, or a
+        product with a number."""
         return VectorSum(tuple(move(p) for p in self.parts))
 
 
 @dataclass(frozen=True, eq=False)
 class HeadBias:
-    """A bias of attention scores, such as ALiBi: ``factor`` times ``slopes`` times the sum of the tensors ``parts``.
-    ``slopes``: a number for each head, taken from a tensor of the graph. ``parts``: constant tensors that broadcast,
-    such as the positions of keys and the negative positions of queries."""
+    """A bias of attention scores, such as ALiBi: ``factor * slopes * sum(parts)``. ``slopes``: a number for each head,
+    taken from a tensor of the graph. ``parts``: constant tensors that broadcast, such as the positions of keys and the
+    negative positions of queries."""
 
     slopes: ElementSource
     parts: tuple[Tensor, ...]
@@ -132,8 +128,8 @@ class HeadBias:
 
 @dataclass(frozen=True, eq=False)
 class BiasedMask:
-    """An additive attention mask with a bias: it adds ``bias`` to the scores where the conditions of ``mask`` hold, and
-    a large negative number, which hides the score, elsewhere."""
+    """An additive attention mask with a bias. Where the conditions of ``mask`` hold, it adds ``bias`` to the scores;
+    elsewhere, it adds a large negative number, which hides the score."""
 
     bias: HeadBias
     mask: ConditionalValue
@@ -151,17 +147,15 @@ _NO_MASK = ConditionalValue((), torch.zeros(()), torch.tensor(-torch.inf))
 
 
 class ScoreEvaluator(MaskEvaluator):
-    """Computes the values of nodes from which masks and biases of attention scores are made. Besides the forms of value
-    that a :class:`MaskEvaluator` finds, it finds: booleans that depend on data (:class:`ElementSource`), conditions
-    that also hold where such a boolean is true (:class:`FlaggedCondition`), large sums of constants
-    (:class:`VectorSum`), products of a number for each head with positions (:class:`HeadBias`), and masks with such a
-    bias (:class:`BiasedMask`)."""
+    """Computes the values of nodes from which masks and biases of attention scores are made. In addition to the forms
+    of value of :class:`MaskEvaluator`, a value may be: an :class:`ElementSource` (a boolean or floating-point tensor
+    that depends on data), a :class:`FlaggedCondition` (conditions that also hold where a flag is true), a
+    :class:`VectorSum` (a large sum of constants), a :class:`HeadBias` (the product of a number for each head and
+    positions), or a :class:`BiasedMask` (a mask with such a bias)."""
 
     def compute_value(self, node: fx.Node) -> Any:
-        """Return a description of the elements of ``node``, derived from descriptions of its operands; ``None`` if
-        there is none. Data are not needed. The description is a constant tensor, a tuple of conditions or another form
-        of :meth:`MaskEvaluator.find_value`, or an :class:`ElementSource`, a :class:`VectorSum`, a :class:`HeadBias` or
-        a :class:`BiasedMask`."""
+        """Return the value of ``node``, computed from the values of its operands: one of the forms that
+        :class:`ScoreEvaluator` lists, or ``None`` if none fits."""
         operands = [self.values[n] for n in node.all_input_nodes]
         value: Any = None
         rule = _SCORE_RULES.get(node.target)
@@ -180,9 +174,8 @@ class ScoreEvaluator(MaskEvaluator):
 
 
 def _describe_elements(node: fx.Node) -> ElementSource | None:
-    """Return an :class:`ElementSource` (a description of a tensor by elements of another one) for ``node`` that refers
-    to the elements of ``node`` itself. Return ``None`` unless ``node`` is a boolean or floating-point tensor of at most
-    four dims of at most ``LIMIT`` (2**22) elements each."""
+    """Return an :class:`ElementSource` that describes ``node`` by its own elements. Return ``None`` unless ``node`` is
+    a boolean or floating-point tensor of one to four dims of at most ``LIMIT`` (2**22) elements each."""
     tensor = node.meta.get("val")
     if not isinstance(tensor, Tensor) or not 1 <= tensor.dim() <= 4 or max(tensor.shape) > LIMIT:
         return None
@@ -192,9 +185,8 @@ def _describe_elements(node: fx.Node) -> ElementSource | None:
 
 
 def _align(node: fx.Node, value: Any) -> Any:
-    """Return ``value``, a tensor or a description of the elements of a tensor, with dims of size 1 added in front, so
-    that it has as many dims as the result of the operator ``node``, which reads the tensor. A number and ``None`` are
-    returned unchanged."""
+    """Return ``value``, the value of an operand of ``node``, with dims of size 1 added in front, so that it has as many
+    dims as the result of ``node``. A number and ``None`` are returned unchanged."""
     rank = get_node_tensor(node).dim()
 
     def move(x: Tensor) -> Tensor:
@@ -204,22 +196,23 @@ def _align(node: fx.Node, value: Any) -> Any:
 
 
 def _list_wide_dims(x: Tensor) -> set[int]:
-    """Return the dims of ``x`` of a size other than 1, as numbers from 0."""
+    """Return the set of the indices of the dims of ``x`` whose size is not 1."""
     return {d for d, size in enumerate(x.shape) if size != 1}
 
 
 def _list_parts(value: Any) -> tuple[Tensor, ...]:
-    """Return constant tensors whose sum is the tensor that ``value`` describes: the parts of a :class:`VectorSum`, or
-    ``value`` itself if it is a tensor. Return an empty tuple for any other description.
-    """
+    """Return constant tensors whose sum is the tensor with the value ``value``: the parts of a :class:`VectorSum`, or
+    ``value`` itself if it is a tensor. Return an empty tuple for any other value."""
     return value.parts if isinstance(value, VectorSum) else (value,) if isinstance(value, Tensor) else ()
 
 
 def _evaluate_product(node: fx.Node, a: Any, b: Any) -> Any:
-    """Return a description of the elements of the product ``node``, from descriptions ``a`` and ``b`` of its two
-    operands, or ``None`` if there is none. If one operand has a number for each head, and the other is a constant that
-    does not vary along heads, the result is a :class:`HeadBias`. If one operand is described by a :class:`HeadBias` or
-    a :class:`VectorSum`, and the other is a number, the result is this description, multiplied by the number.
+    """Return the value of the product ``node`` of two operands with the values ``a`` and ``b``:
+
+    * a :class:`HeadBias` if one operand has a number for each head, and the other is a constant that does not vary
+      along heads;
+    * a :class:`HeadBias` or :class:`VectorSum`, multiplied by a number, if the operands are these two;
+    * ``None`` otherwise.
     """
     for one, other in ((a, b), (b, a)):
         number = _get_number(other)
@@ -245,12 +238,11 @@ def _evaluate_product(node: fx.Node, a: Any, b: Any) -> Any:
 
 
 def _find_slopes(node: fx.Node, operand: Any, value: Any) -> ElementSource | None:
-    """Return a description of ``operand``, an operand of the product ``node``, by elements of a tensor of the graph (an
-    :class:`ElementSource`), such as a vector with one slope for each head. It has as many dims as the result of
-    ``node``.
+    """Return ``operand``, an operand of the product ``node``, as an :class:`ElementSource` with as many dims as the
+    result of ``node``, such as a vector with one slope for each head. Return ``None`` unless ``operand`` is a
+    floating-point node and ``value`` is a tensor or an :class:`ElementSource`.
 
-    ``value``: the known description of ``operand``: a constant tensor, an :class:`ElementSource`, or another one.
-    Return ``None`` unless ``operand`` is a floating-point node and ``value`` is one of the first two.
+    ``value``: the value of ``operand``.
     """
     if not isinstance(operand, fx.Node) or not get_node_tensor(operand).is_floating_point():
         return None
@@ -265,8 +257,8 @@ def _find_slopes(node: fx.Node, operand: Any, value: Any) -> ElementSource | Non
 
 
 def _get_number(value: Any) -> float | None:
-    """Return ``value`` as a Python number if it is an int or float, or a tensor of a single element; otherwise, also
-    for a Python boolean, return ``None``."""
+    """Return ``value`` as a Python number if it is an int, a float or a tensor of a single element. Return ``None`` for
+    any other value, and for a Python boolean."""
     if isinstance(value, bool) or (isinstance(value, Tensor) and value.numel() != 1):
         return None
     return value.item() if isinstance(value, Tensor) else value if isinstance(value, int | float) else None
@@ -292,10 +284,11 @@ def _evaluate_cast(node: fx.Node, x: Any, dtype: torch.dtype, *_: Any) -> Any:
 
 
 def _evaluate_sum(node: fx.Node, a: Any, b: Any, alpha: int = 1) -> Any:
-    """Return a description of the elements of ``node``, the sum of two operands, from descriptions ``a`` and ``b`` of
-    the operands. It is a :class:`VectorSum` if both are constants and their sum is too large to create. It is a
-    :class:`BiasedMask` if one operand is a bias and the other is an additive mask. Otherwise return ``None``, also if
-    ``alpha``, the factor of the second operand, is not 1.
+    """Return the value of ``node``, the sum of two operands with the values ``a`` and ``b``:
+
+    * a :class:`VectorSum` if both are constants and their sum is too large to create;
+    * a :class:`BiasedMask` if one operand is a bias, or a mask with a bias, and the other is an additive mask;
+    * ``None`` otherwise, or if ``alpha``, the factor of the second operand, is not 1.
     """
     if alpha != 1:
         return None
@@ -319,13 +312,10 @@ def _evaluate_difference(node: fx.Node, a: Any, b: Any, alpha: int = 1) -> Any:
 
 
 def _evaluate_comparison(node: fx.Node, a: Any, b: Any) -> Any:
-    """Return a description of the elements of the comparison ``node`` of two constants, at least one of which is a
-    :class:`VectorSum` (a sum too large to create). The result is a tuple with one :class:`Comparison`, in which
-    everything that varies along the last dim only is on the left side, and the rest on the right side. Return ``None``
-    for other operands.
-
-    ``a``, ``b``: descriptions of the two.
-    """
+    """Return the value of the comparison ``node`` of two constants with the values ``a`` and ``b``, at least one of
+    which is a :class:`VectorSum` (a sum too large to create). The result is a tuple with one :class:`Comparison`, whose
+    left side has everything that varies along the last dim only, and whose right side has the rest. Return ``None`` for
+    other operands."""
     if not isinstance(a, VectorSum) and not isinstance(b, VectorSum):
         return None
     given = [_list_parts(torch.as_tensor(x) if isinstance(x, int | float) else x) for x in (a, b)]
@@ -342,11 +332,10 @@ def _evaluate_comparison(node: fx.Node, a: Any, b: Any) -> Any:
 
 
 def _evaluate_or(node: fx.Node, a: Any, b: Any) -> Any:
-    """Return a description of the elements of ``node``, the logical ``or`` of two operands, from descriptions ``a`` and
-    ``b`` of the operands. It is a tuple with a :class:`FlaggedCondition` if one operand consists of conditions, or is a
-    constant that varies along two or more dims, and the other is a vector of flags, such as one for each key. If one
-    operand is false everywhere, it is the description of the other. Otherwise return ``None``.
-    """
+    """Return the value of ``node``, the logical ``or`` of two operands with the values ``a`` and ``b``. If one operand
+    consists of conditions, or is a constant that varies along two or more dims, and the other is a vector of flags,
+    such as one for each key, the result is a tuple with a :class:`FlaggedCondition`. If one operand is false
+    everywhere, the result is the value of the other. Otherwise return ``None``."""
     for one, other in ((a, b), (b, a)):
         if isinstance(one, Tensor) and one.numel() == 1 and not one and isinstance(other, tuple | ElementSource):
             return _align(node, other)
@@ -372,11 +361,9 @@ def _evaluate_fill(node: fx.Node, x: Any, mask: Any, value: Any) -> Any:
 
 
 def _evaluate_where(node: fx.Node, condition: Any, a: Any, b: Any) -> Any:
-    """Return a description of the elements of ``node``, which has ``a`` where ``condition`` is true and ``b``
-    elsewhere; the three are descriptions of its operands. It is a :class:`BiasedMask` if one of ``a`` and ``b`` is a
-    bias of scores, or a mask with a bias, and the other is a large negative number, which hides a score. Otherwise
-    return ``None``.
-    """
+    """Return the value of ``node``, a ``where`` of operands with the values ``condition``, ``a`` and ``b``. If one of
+    ``a`` and ``b`` is a bias of scores, or a mask with a bias, and the other is a large negative number, which hides a
+    score, the result is a :class:`BiasedMask`. Otherwise return ``None``."""
     for place, (one, other) in enumerate(((a, b), (b, a))):
         number = _get_number(other)
         if number is None or number > MASKED or not isinstance(one, HeadBias | BiasedMask):
@@ -391,11 +378,11 @@ def _evaluate_where(node: fx.Node, condition: Any, a: Any, b: Any) -> Any:
 
 
 def _move_dims(node: fx.Node, x: Any, *args: Any) -> Any:
-    """Return a description of the elements of ``node``, an operator that rearranges the dims of its operand, such as a
-    transpose. Return ``None`` if ``x`` is a tensor or a form that does not belong to attention scores, because other
-    rules handle these.
+    """Return the value of ``node``, an operator that rearranges the dims of its operand, such as a transpose. Return
+    ``None`` if ``x`` is a tensor or a form of :class:`MaskEvaluator`, because other rules handle these.
 
-    ``x``: the description of the operand. ``args``: the further arguments of the operator."""
+    ``x``: the value of the operand. ``args``: the further arguments of the operator.
+    """
     if not isinstance(x, _DESCRIBED):
         return None
     if node.target in (aten.squeeze.dim, aten.squeeze.dims):
@@ -430,10 +417,11 @@ class ScoreForm(NamedTuple):
     """How an attention changes its scores, and which keys a query sees.
 
     ``band``: how many positions before and after its own a query sees. ``documents``: the document ids, if a query sees
-    keys of its own document only; ``None`` if a row is one document. ``prefix``: the prefix, keys that queries of their
-    document see in a wider range of positions; ``None`` for none. It is a :class:`DocumentMask`, with the node of the
-    prefix's flags in place of document ids, and the wider range as its ``band``. ``slopes``: for ALiBi, (node of a
-    number for each head, factor); the slope of a head is the product of the two. ``None`` for none.
+    only keys of its own document; ``None`` if a row is one document. ``prefix``: the prefix, that is, keys that the
+    queries of their document see in a wider range of positions; ``None`` for no prefix. It is a :class:`DocumentMask`
+    with the node of the prefix's flags in place of document ids, and with the wider range as its ``band``. ``slopes``:
+    for ALiBi, (node of a number for each head, factor), where the slope of a head is the product of the two; ``None``
+    for no ALiBi.
     """
 
     band: Band
@@ -443,19 +431,18 @@ class ScoreForm(NamedTuple):
 
     def list_reach(self) -> list[list[int]]:
         """Return ``[[before, after]]``: how many positions before and after its own a query sees keys of the prefix
-        (-1: no limit). The caller appends the elements of this list to the arguments of
-        ``partition::scored_attention``. The result is an empty list if there is no prefix, or if a query sees keys of
-        the prefix at all positions."""
+        (-1: no limit). Return an empty list if there is no prefix, or if a query sees keys of the prefix at all
+        positions. The caller appends the elements of the result to the arguments of ``partition::scored_attention``."""
         return [] if self.prefix is None or self.prefix.band.is_full else [list(get_band_limits(self.prefix.band))]
 
 
 def classify_scores(values: Sequence[Any], heads: int, length: int) -> ScoreForm | None:
-    """Return how the masks and biases that are added to the scores of an attention change the scores, and which keys a
+    """Return how masks and biases that are added to the scores of an attention change the scores, and which keys a
     query sees. Return ``None`` if :class:`ScoreForm` cannot express this.
 
-    ``values``: each mask or bias, with four dims, as a boolean tensor, an additive mask, a tuple of conditions, a
-    :class:`HeadBias` or a :class:`BiasedMask`. ``heads``: the number of heads of the queries. ``length``: the number of
-    queries, and of keys.
+    ``values``: the masks and biases, each with four dims, as a boolean tensor, an additive mask, a tuple of conditions,
+    a :class:`HeadBias` or a :class:`BiasedMask`. ``heads``: the number of heads of the queries. ``length``: the number
+    of queries, equal to the number of keys.
     """
     terms: tuple[Any, ...] = ()
     biases = []
@@ -494,9 +481,8 @@ def classify_scores(values: Sequence[Any], heads: int, length: int) -> ScoreForm
 
 
 def _find_row_flags(flags: ElementSource, length: int) -> DocumentMask | None:
-    """Return the tensor from which ``flags`` takes one element for each key, or for each batch row and key. The tensor
-    is returned as a :class:`DocumentMask` that has this tensor as ids. Return ``None`` if the flags
-    depend on heads or queries.
+    """Return a :class:`DocumentMask` whose ids are the tensor from which ``flags`` takes one element for each key, or
+    for each batch row and key. Return ``None`` if the flags depend on heads or queries.
 
     ``flags``: booleans that are added to an attention mask, with the dims ``[batch, heads, queries, keys]``.
     ``length``: the number of keys.
@@ -517,13 +503,13 @@ def _find_row_flags(flags: ElementSource, length: int) -> DocumentMask | None:
 
 
 def _find_head_slopes(bias: HeadBias, heads: int, length: int, causal: bool) -> tuple[fx.Node, float] | None:
-    """Return (node of a tensor with one number for each head, factor) if adding ``bias`` to attention scores has the
-    same effect on the softmax as adding ``factor * number * (key position - query position)``, as ALiBi does. Return
-    ``None`` otherwise.
+    """If adding ``bias`` to attention scores has the same effect on the softmax as adding ``factor * number * (key
+    position - query position)``, as in ALiBi, return (node of a tensor with one ``number`` for each head, ``factor``).
+    Otherwise return ``None``.
 
     ``bias``: a bias with the dims ``[batch, heads, queries, keys]``. ``heads``: the number of heads. ``length``: the
-    number of queries, and of keys. ``causal``: whether a query sees only keys up to its own position, so that the bias
-    of later keys does not matter.
+    number of queries, equal to the number of keys. ``causal``: whether a query sees only keys up to its own position,
+    so that the bias of later keys does not matter.
     """
     source, places = bias.slopes.source, bias.slopes.places
     wide = [d for d, size in enumerate(list_node_sizes(source)) if size != 1]
@@ -563,9 +549,9 @@ _MATMULS = (aten.matmul.default, aten.bmm.default)
 
 
 def _read_contraction(node: fx.Node) -> _Contraction | None:
-    """Return the operands of the matrix product or einsum ``node``, with a letter for each dim, as in an einsum. Return
-    ``None`` for another operator, for an einsum with a repeated letter or ``...``, or unless exactly one dim is summed
-    over."""
+    """Return the matrix product or einsum ``node`` as operands with a letter for each dim. Return ``None`` for another
+    operator, for an einsum with a repeated letter or ``...``, or if the number of dims that are summed over is not one.
+    """
     given: Any = node.args
     if node.target is aten.einsum.default and len(given[1]) == 2:
         terms, arrow, made = given[0].replace(" ", "").partition("->")
@@ -595,13 +581,12 @@ def _read_contraction(node: fx.Node) -> _Contraction | None:
 @dataclass
 class _EagerAttention:
     """An attention that the model writes as elementary operators: a product of queries and keys, changes of the scores,
-    a softmax, and a product with the values.
+    a softmax, and a product with the values. The scores may be multiplied by numbers, before and after a ``tanh``.
 
     ``scores``: the product of queries and keys. ``weighted``: the product of the softmax with the values. ``masks``:
-    for each mask or bias that is added to the scores, a tensor or a description of its elements, such as a
-    :class:`HeadBias`. ``factor``, ``inner``: the model may multiply the scores by numbers and apply ``tanh`` to them;
-    ``factor`` is the product of the numbers after the ``tanh`` (of all, if there is no ``tanh``), ``inner`` that of the
-    numbers before it (``None``, if there is no ``tanh``).
+    the value of each mask or bias that is added to the scores, such as a tensor or a :class:`HeadBias`. ``factor``: the
+    product of the numbers after the ``tanh``; of all numbers if there is no ``tanh``. ``inner``: the product of the
+    numbers before the ``tanh``; ``None`` if there is no ``tanh``.
     """
 
     scores: _Contraction | None = None
@@ -612,18 +597,18 @@ class _EagerAttention:
 
     @property
     def cap_and_scale(self) -> tuple[float | None, float]:
-        """Return (cap, scale) of the attention, whose scores are ``cap * tanh(scale * s / cap)``, where ``s`` is the
-        product of queries and keys. Without a cap, return (``None``, scale); the scores are then ``scale * s``."""
+        """Return (``cap``, ``scale``). The scores of the attention are ``cap * tanh(scale * s / cap)``, or ``scale *
+        s`` if ``cap`` is ``None``, where ``s`` is the product of queries and keys."""
         return (None, self.factor) if self.inner is None else (self.factor, self.factor * self.inner)
 
 
 class _Operand(NamedTuple):
-    """An operand (queries, keys or values) of an eager attention, and how to bring it to the shape ``[batch, heads,
-    positions, width]``.
+    """An operand (queries, keys or values) of an eager attention, and the changes that give it the shape ``[batch,
+    heads, positions, width]``.
 
-    ``node``: its node. ``labels``: a letter for each of its dims; ``-`` is a dim of size 1, which is removed.
-    ``order``: the letters in the order to which the dims are then permuted. ``sizes``: the shape to which the result is
-    reshaped.
+    ``node``: the node of the operand. ``labels``: a letter for each dim of ``node``; ``-`` is a dim of size 1, which is
+    removed. ``order``: the letters in the order to which the dims are then permuted. ``sizes``: the shape to which the
+    permuted operand is then reshaped.
     """
 
     node: fx.Node
@@ -633,11 +618,11 @@ class _Operand(NamedTuple):
 
 
 class _AttentionDims(NamedTuple):
-    """How an attention operator on four-dimensional tensors can replace an eager attention, whose tensors may have
-    other dims.
+    """The changes of dims by which an attention operator on four-dimensional tensors can replace an eager attention.
 
-    ``operands``: queries, keys and values, with the changes that they need. The operator's result is reshaped to
-    ``sizes``, whose dims have the letters ``order``, and then permuted to the order of the letters ``made``.
+    ``operands``: queries, keys and values, with the changes that they need. ``sizes``: the shape to which the
+    operator's result is reshaped. ``order``: a letter for each dim of ``sizes``. ``made``: the letters in the order to
+    which the reshaped result is then permuted.
     """
 
     operands: tuple[_Operand, _Operand, _Operand]
@@ -647,11 +632,12 @@ class _AttentionDims(NamedTuple):
 
 
 def _arrange_dims(found: _EagerAttention, rows: int | None) -> _AttentionDims | None:
-    """Return how an attention operator on tensors ``[batch, heads, positions, width]`` can replace the eager attention
-    ``found``: the changes of dims that its operands and its result need. Return ``None`` if this is not possible.
+    """Return the changes of dims by which an attention operator on tensors ``[batch, heads, positions, width]`` can
+    replace the eager attention ``found``. Return ``None`` if this is not possible.
 
-    In front of queries and keys, the scores may have one dim (batch and heads in one; ``rows`` is then the batch size),
-    two (batch, heads), or three (batch, and heads in two dims, of which keys and values may have the first alone).
+    In front of queries and keys, the scores may have one, two or three dims. One dim is batch and heads in one, and
+    ``rows`` is then the batch size. Two dims are batch and heads. Three dims are batch and two dims of heads; keys and
+    values may then lack the last of them.
     """
     assert found.scores is not None and found.weighted is not None
     outer, query_label, key_label = found.scores.made[:-2], *found.scores.made[-2:]
@@ -697,9 +683,9 @@ def _arrange_dims(found: _EagerAttention, rows: int | None) -> _AttentionDims | 
 
 
 def _match_eager(softmax: fx.Node, evaluator: ScoreEvaluator) -> tuple[_EagerAttention, fx.Node] | None:
-    """Return an attention that the model writes as elementary operators, and the node of its result. Return ``None`` if
+    """Return (an attention that the model writes as elementary operators, the node of its result). Return ``None`` if
     the operators around ``softmax`` are not those of an attention. ``softmax``: the node of the attention's softmax.
-    ``evaluator``: computes descriptions of the elements of masks."""
+    ``evaluator``: computes the values of masks."""
     rank = len(list_node_sizes(softmax))
     if softmax.target is not aten.softmax.int or not 3 <= rank <= 5 or softmax.args[1] not in (-1, rank - 1):
         return None
@@ -719,12 +705,11 @@ def _get_only_user(node: fx.Node) -> fx.Node | None:
 
 
 def _match_scores(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluator) -> bool:
-    """Store in ``found`` how the model changes the scores of an attention, by following the operators from ``node``,
-    the input of the softmax, back to the product of queries and keys. Return whether they have a form that can be
-    replaced.
+    """Follow the operators from ``node``, the input of an attention's softmax, back to the product of queries and keys,
+    and store in ``found`` how they change the scores. Return whether the operators have a form that can be replaced.
 
     This form is: the product, then factors and perhaps a cap by ``tanh``, then masks and biases; without a cap, factors
-    may also follow masks. ``evaluator``: computes descriptions of the elements of masks.
+    may also follow masks. ``evaluator``: computes the values of masks.
     """
     while isinstance(node, fx.Node) and node.op == "call_function" and len(node.users) == 1:
         target, args = node.target, node.args
@@ -756,12 +741,8 @@ def _match_scores(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluat
 
 
 def _scale_mask(value: Any, factor: float) -> Any:
-    """Return a mask or bias of attention scores times ``factor``, by which the model multiplies the sum of scores and
-    mask. Return ``None`` if ``factor`` is not positive, or if ``value`` is boolean or a tuple of conditions.
-
-    ``value``: the mask or bias as a tensor or a description of its elements, such as a :class:`HeadBias`; the result
-    has the same form.
-    """
+    """Return ``value``, a mask or bias of attention scores, times ``factor``, in the same form. Return ``None`` if
+    ``factor`` is not positive, or if ``value`` is boolean or a tuple of conditions."""
     if factor == 1.0:
         return value
     if factor <= 0.0 or isinstance(value, tuple) or (isinstance(value, Tensor) and value.dtype is torch.bool):
@@ -774,10 +755,9 @@ def _scale_mask(value: Any, factor: float) -> Any:
 
 
 def _match_mask(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluator) -> fx.Node | None:
-    """If ``node`` adds a mask or bias to attention scores, or hides scores by a mask, return the node of the scores
-    before it. The mask or bias is then appended to ``found.masks``, as a tensor or a description of its elements.
-    Return ``None`` if ``node`` is another operator or nothing is known of the mask. ``evaluator``: computes
-    descriptions of the elements of masks."""
+    """If ``node`` adds a mask or bias to attention scores, or hides scores by a mask, append the value of the mask or
+    bias to ``found.masks`` and return the node of the scores before ``node``. Return ``None`` if ``node`` is another
+    operator, or if the mask's value is unknown. ``evaluator``: computes the values of masks."""
     args = node.args
     if node.target is aten.add.Tensor and not node.kwargs:
         for scores, mask in (args, args[::-1]):
@@ -813,12 +793,12 @@ def _match_mask(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluator
 
 # --- the rewrite ------------------------------------------------------------------------------------------------------
 def replace_score_functions(graph: fx.Graph, constants: Mapping[str, Tensor]) -> None:
-    """Replace certain attentions in ``graph``, in place, by ``partition::scored_attention``: attentions whose scores
-    are capped by ``tanh``, with an ALiBi bias, or with a prefix in their mask (keys that all queries of their document
-    see, although the mask is causal otherwise). A mask that only shows a range of positions, or the keys of the query's
-    document, is removed; operators for these masks take its place. Any other attention stays as it is.
+    """Replace attentions in ``graph``, in place, by ``partition::scored_attention`` if their scores are capped by
+    ``tanh`` or have an ALiBi bias, or if their mask has a prefix (keys that all queries of their document see, although
+    the mask is otherwise causal). If a mask only restricts a query to a range of positions or to its document, the mask
+    is removed and an operator with this restriction replaces the attention. Any other attention stays as it is.
 
-    ``constants``: placeholder name -> value, of the constants that the graph reads.
+    ``constants``: placeholder name -> value, for the constants that the graph reads.
     """
     evaluator = ScoreEvaluator(constants)
     writer = _OperandWriter(graph)
@@ -835,9 +815,9 @@ def replace_score_functions(graph: fx.Graph, constants: Mapping[str, Tensor]) ->
 
 def _replace_masked(graph: fx.Graph, node: fx.Node, evaluator: ScoreEvaluator, writer: _OperandWriter) -> bool:
     """Replace the scaled dot-product attention ``node`` of ``graph``, in place, by ``partition::scored_attention`` if
-    its mask has an ALiBi bias or a prefix (keys that all queries of their document see). If its mask only shows
-    documents or a range of positions, remove the mask instead. Return whether anything was done. ``evaluator``:
-    computes a description of the mask's elements. ``writer``: inserts further operands, such as document ids."""
+    its mask has an ALiBi bias or a prefix (keys that all queries of their document see). If the mask only restricts a
+    query to its document or to a range of positions, remove the mask instead. Return whether anything was done.
+    ``evaluator``: computes the value of the mask. ``writer``: inserts further operands, such as document ids."""
     mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
     dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
     if not isinstance(mask, fx.Node) or dropout:
@@ -864,9 +844,9 @@ def _replace_masked(graph: fx.Graph, node: fx.Node, evaluator: ScoreEvaluator, w
 
 def _replace_joined(graph: fx.Graph, node: fx.Node, evaluator: ScoreEvaluator, writer: _OperandWriter) -> bool:
     """Replace the scaled dot-product attention ``node`` of ``graph``, in place, by ``partition::document_attention`` if
-    its mask shows keys of the query's own document only. Its queries, keys and values have batch and heads in one dim;
-    in the new operands, they are two dims. Return whether the attention was replaced. ``evaluator``: computes a
-    description of the mask's elements. ``writer``: inserts the document ids."""
+    its mask shows a query only keys of its own document. Return whether the attention was replaced. The queries, keys
+    and values of ``node`` have batch and heads in one dim; in the new operands, these are two dims. ``evaluator``:
+    computes the value of the mask. ``writer``: inserts the document ids."""
     given: Any = node.args
     mask: Any = given[3] if len(given) > 3 else node.kwargs.get("attn_mask")
     shapes = [list_node_sizes(x) for x in given[:3]]
@@ -897,11 +877,11 @@ def _is_output(node: fx.Node) -> bool:
 
 
 def _replace_eager(graph: fx.Graph, softmax: fx.Node, evaluator: ScoreEvaluator, writer: _OperandWriter) -> bool:
-    """Replace an attention that the model writes as elementary operators, in place: by ``partition::scored_attention``
-    if it caps its scores, has an ALiBi bias, or has a prefix (keys that all queries of their document see); otherwise
-    by ``partition::document_attention`` if a query sees keys of its own document only. Return whether it was done.
-    ``softmax``: the node in ``graph`` of the softmax of this attention. ``evaluator``: computes descriptions of the
-    elements of masks. ``writer``: inserts further operands, such as document ids."""
+    """Replace an attention that the model writes as elementary operators, in place. If it caps its scores, has an ALiBi
+    bias, or has a prefix (keys that all queries of their document see), ``partition::scored_attention`` replaces it.
+    Otherwise, if a query sees only keys of its own document, ``partition::document_attention`` replaces it. Return
+    whether it was replaced. ``softmax``: the node in ``graph`` of the attention's softmax. ``evaluator``: computes the
+    values of masks. ``writer``: inserts further operands, such as document ids."""
     matched = _match_eager(softmax, evaluator)
     if matched is None:
         return False
@@ -932,10 +912,10 @@ def _replace_eager(graph: fx.Graph, softmax: fx.Node, evaluator: ScoreEvaluator,
 
 
 def _find_rows(masks: Sequence[Any], size: int) -> int | None:
-    """Return the batch size of an attention that has batch and heads in one dim of ``size`` elements. It is the number
-    of different rows that its ``masks`` read from a data-dependent tensor along this dim; 1 if they read the same
-    elements everywhere. Return ``None`` if the masks read different numbers of rows. ``masks``: descriptions of the
-    elements of the masks."""
+    """Return the batch size of an attention that has batch and heads in one dim of ``size`` elements, as far as its
+    ``masks`` show it: the number of different rows that they read from a tensor along this dim, or 1 if no mask varies
+    along it. Return ``None`` if masks read different numbers of rows, or a number that does not divide ``size``.
+    ``masks``: the values of the masks."""
     counts: set[int] = set()
     for mask in masks:
         _collect_row_counts(mask, size, counts)
@@ -943,9 +923,9 @@ def _find_rows(masks: Sequence[Any], size: int) -> int | None:
 
 
 def _collect_row_counts(value: Any, size: int, counts: set[int]) -> None:
-    """Count the different indices in each index tensor that varies along the first dim alone, and add these numbers to
-    ``counts``. The index tensors are parts of ``value``, the description of a mask ``[batch and heads, queries,
-    keys]``. ``size``: the size of this dim."""
+    """For each index tensor in ``value`` that varies along the first dim alone, add the number of different indices to
+    ``counts``. ``value``: the value of a mask ``[batch and heads, queries, keys]``. ``size``: the size of the first
+    dim."""
 
     def look(x: Tensor) -> Tensor:
         if x.dim() == 3 and x.shape[0] == size != 1 and x.numel() == size:
@@ -956,9 +936,8 @@ def _collect_row_counts(value: Any, size: int, counts: set[int]) -> None:
 
 
 def _split_heads(masks: Sequence[Any], old: Sequence[int], new: Sequence[int]) -> list[Any]:
-    """Return the descriptions of ``masks`` for scores of the shape ``new``, which is ``[batch, heads, queries, keys]``.
-    ``masks``: descriptions of the elements of masks that are added to scores of the shape ``old``, in which some of
-    these dims are joined or split."""
+    """Return the values of ``masks`` for scores that are reshaped from the shape ``old`` to the shape ``new``, which is
+    ``[batch, heads, queries, keys]``. ``masks``: the values of masks that are added to the scores."""
     return list(masks) if list(old) == list(new) else [folding.reshape_value(mask, old, new) for mask in masks]
 
 
@@ -976,8 +955,8 @@ def _insert_operand(graph: fx.Graph, operand: _Operand, before: fx.Node) -> fx.N
 
 def _permute(graph: fx.Graph, node: fx.Node, order: list[int], like: fx.Node) -> fx.Node:
     """Insert a permutation of the dims of ``node`` to the order ``order`` at the insertion point of ``graph``, and
-    return its node. Nothing is inserted if ``order`` changes nothing, or if ``node`` is the opposite transpose of
-    another node, which is then returned. ``like``: the node whose metadata the new node gets."""
+    return its node. If ``order`` changes nothing, ``node`` is returned. If ``node`` is the opposite transpose of
+    another node, that node is returned. ``like``: the node whose metadata the new node gets."""
     rank = len(order)
     if order == list(range(rank)):
         return node
@@ -1006,7 +985,7 @@ def _replace_arranged(
 ) -> None:
     """Replace ``node``, the result of an attention in ``graph``, in place, by the first result of the operator
     ``target``, reshaped and permuted. ``arguments``: the arguments of ``target``. ``dims``: the shape and the order of
-    dims that the result gets."""
+    dims of the new result."""
     with graph.inserting_before(node):
         made = insert_like(node, graph, target, arguments)
         out = insert_like(node, graph, operator.getitem, (made, 0))
@@ -1048,9 +1027,9 @@ class _OperandWriter:
         return self._made[where]
 
     def _write_slopes(self, source: fx.Node, factor: float, heads: int) -> fx.Node:
-        """Insert operators for the slopes ``[heads]`` of an ALiBi bias into the graph, once for equal arguments, and
-        return their node. They are the numbers of ``source``, which has one for each of the ``heads`` heads, times
-        ``factor``."""
+        """Insert operators into the graph that compute the slopes ``[heads]`` of an ALiBi bias, ``factor * source``,
+        and return their node; the node is reused for equal arguments. ``source``: a node with one number for each of
+        the ``heads`` heads."""
         where = source, factor
         if where not in self._made:
             made, last = source, source

@@ -98,9 +98,10 @@ def rewrite_split(build: Builder, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
 def rewrite_padding(
     build: Builder, x: fx.Node, pads: list[int], mode: str = "constant", value: float | None = None
 ) -> Any:
-    """Rewrite padding of ``x`` with a constant as ``constant_pad_nd``, and return its node; return ``KEEP`` (the
-    operator stays) if ``mode`` is not ``constant``. ``build``: appends operators to the graph. ``pads``: numbers of
-    elements to add before and after each dim, from the last dim on. ``value``: the constant; ``None`` means 0."""
+    """Rewrite padding of ``x`` with a constant as ``constant_pad_nd``, and return its node. If ``mode`` is not
+    ``constant``, return ``KEEP`` (the operator stays). ``build``: appends operators to the graph. ``pads``: how many
+    elements to add before and after each dim, as pairs in one flat list, beginning with the last dim. ``value``: the
+    constant; ``None`` means 0."""
     if mode != "constant":
         return KEEP
     fill = value if value is not None else 0
@@ -110,10 +111,8 @@ def rewrite_padding(
 
 
 def rewrite_detach(build: Builder, x: fx.Node) -> Any:
-    """Rewrite a ``detach`` of ``x``: return ``KEEP`` (the operator stays) if ``x`` is of a type that can have a
-    gradient, which the ``detach`` stops; otherwise return ``x``, because the ``detach`` has no effect. ``build`` is not
-    used.
-    """
+    """Rewrite a ``detach`` of ``x``: if the dtype of ``x`` can have a gradient, return ``KEEP`` (the operator stays),
+    because the ``detach`` stops the gradient; otherwise return ``x``. ``build`` is not used."""
     return KEEP if is_differentiable(get_node_tensor(x)) else x
 
 
@@ -266,8 +265,8 @@ def rewrite_as_strided(
 
 
 def flatten_in_memory_order(build: Builder, x: fx.Node, reach: int = 0) -> tuple[fx.Node, list[int]]:
-    """Return two values: the node of ``x`` as a vector in the order of its elements in memory, and a list of the dims
-    of ``x`` by decreasing stride.
+    """Append operators to the graph and return two values: the node of ``x`` as a vector, with its elements in memory
+    order, and a list of the dims of ``x`` by decreasing stride.
 
     ``build``: appends operators to the graph. ``reach``: the number of elements of memory, from the start, that the
     caller accesses. Raise :class:`UnsupportedError` if ``x`` has fewer, or has gaps in memory.
@@ -284,8 +283,8 @@ def flatten_in_memory_order(build: Builder, x: fx.Node, reach: int = 0) -> tuple
 
 
 def append_strided_positions(build: Builder, sizes: list[int], strides: list[int], offset: int | None) -> fx.Node:
-    """Return an int64 node of the shape ``sizes``: the memory position, in elements, of each element that
-    ``as_strided`` accesses.
+    """Append operators to the graph and return an int64 node of the shape ``sizes``: the memory position, in elements,
+    of each element that ``as_strided`` accesses.
 
     ``build``: appends operators to the graph. ``strides``: the distance in memory between neighbours along each dim, in
     elements. ``offset``: the position of the first element; ``None`` means 0.

@@ -40,10 +40,10 @@ def unflatten_dims(graph: fx.Graph) -> None:
 
 def _unflatten_product(graph: fx.Graph, node: fx.Node) -> None:
     """Change ``graph`` in place: replace a matrix product whose rows are several dims flattened into one by a product
-    that keeps these dims separate. Nothing changes if ``node`` does not follow such a product.
+    that keeps these dims separate. If ``node`` does not follow such a product, nothing changes.
 
-    ``node``: the ``reshape`` behind the product (and behind the addition of a bias, if there is one) that splits the
-    rows into the dims again; the new product takes its place.
+    ``node``: the ``reshape`` after the product (and after the addition of a bias, if there is one) that splits the rows
+    into the dims again; the new product takes the place of ``node``.
     """
     sizes = list_node_sizes(node)
     value: Any = node.args[0]
@@ -81,9 +81,10 @@ def _is_bias(bias: Any, size: int) -> bool:
 
 def _unflatten_transpose(graph: fx.Graph, node: fx.Node) -> None:
     """Change ``graph`` in place: replace a transpose of a tensor in which several dims are flattened into one by a
-    permutation of the separate dims. Nothing changes if ``node`` does not follow such a transpose.
+    permutation of the separate dims. If ``node`` does not follow such a transpose, nothing changes.
 
-    ``node``: the ``reshape`` behind the transpose that splits the flattened dim again; the permutation takes its place.
+    ``node``: the ``reshape`` after the transpose that splits the flattened dim again; the permutation takes the place
+    of ``node``.
     """
     moved: Any = node.args[0]
     order = _find_transpose_order(moved)
@@ -109,8 +110,8 @@ def _unflatten_elementwise(graph: fx.Graph, node: fx.Node) -> None:
     """Change ``graph`` in place: move the reshape ``node``, which splits dims of the result of an elementwise operator,
     to the operands of the operator.
 
-    This is done only if it adds nothing but views. At least one operand must come from a ``reshape`` or ``repeat``, and
-    every other one must do so, too, or have size 1 in all dims that are split.
+    This is done only if reshaping the operands needs views alone: at least one operand must come from a ``reshape`` or
+    ``repeat``, and every other operand must do so, too, or have size 1 in all dims that are split.
     """
     value: Any = node.args[0]
     if not _is_elementwise(value) or len(value.users) > 1 or len(list_node_sizes(node)) <= len(list_node_sizes(value)):
@@ -139,16 +140,16 @@ def _is_elementwise(value: Any) -> bool:
 
 def _broadcast_dim_parts(x: fx.Node, sizes: list[int], parts: list[list[int]]) -> list[list[int]]:
     """Return, for each dim of the operand ``x`` of an elementwise operator, the list of sizes into which this dim is
-    split when the result's dims are split. A dim along which ``x`` broadcasts is split into ones. ``sizes``: the shape
-    of the operator's result. ``parts``: for each dim of the result, the sizes into which it is split."""
+    split when the dims of the operator's result are split. A dim along which ``x`` broadcasts is split into ones.
+    ``sizes``: the shape of the result. ``parts``: for each dim of the result, the sizes into which it is split."""
     own = list_node_sizes(x)
     last = list(zip(sizes, parts, strict=True))[len(sizes) - len(own) :]
     return [part if size == whole else [1] * len(part) for size, (whole, part) in zip(own, last, strict=True)]
 
 
 def _can_split(x: fx.Node, parts: list[list[int]]) -> bool:
-    """Return whether each dim of ``x`` can be split into the sizes in ``parts`` (for each dim, a list of sizes) by a
-    view, without a copy.
+    """Return whether a view, without a copy, can split each dim of ``x`` into the sizes in ``parts`` (for each dim, a
+    list of sizes).
 
     This is true if ``x`` comes from a ``reshape``; if it comes from a ``repeat`` and the first size of each repeated
     dim is the number of its copies; or if no dim is split into sizes other than 1.
@@ -160,7 +161,7 @@ def _can_split(x: fx.Node, parts: list[list[int]]) -> bool:
 
 
 def _read_repeat_counts(x: fx.Node) -> list[tuple[int, int]]:
-    """Return, for each dim of the ``repeat`` node ``x``, (number of copies, size before the repetition)."""
+    """Return a pair for each dim of the ``repeat`` node ``x``: (number of copies, size before the repetition)."""
     source: Any = x.args[0]
     times: Any = x.args[1]
     own = [1] * (len(times) - len(list_node_sizes(source))) + list_node_sizes(source)
@@ -187,8 +188,8 @@ def _split_operand(build: Builder, x: fx.Node, parts: list[list[int]]) -> fx.Nod
 
 
 def _find_transpose_order(node: fx.Node) -> list[int] | None:
-    """Return a list with, for each dim of the result of ``node``, the index of the dim of the operand that moved there,
-    if ``node`` is a transpose or permutation; return ``None`` for another operator."""
+    """If ``node`` is a transpose or permutation, return a list with the index of the operand's dim for each dim of the
+    result. Return ``None`` for any other operator."""
     rank = len(list_node_sizes(node)) if node.target in _TRANSPOSES else 0
     given: Any = node.args[1:]
     if node.target is aten.permute.default:
@@ -202,8 +203,8 @@ def _find_transpose_order(node: fx.Node) -> list[int] | None:
 
 
 def _split_dim_sizes(sizes: list[int], into: list[int]) -> list[list[int]] | None:
-    """Return, for each dim of a reshape's operand, the list of sizes of the result's dims into which it is split.
-    Return ``None`` if the reshape merges dims. ``sizes``: the operand's shape. ``into``: the result's shape."""
+    """Return, for each dim of a reshape's operand, the list of sizes into which the reshape splits this dim. Return
+    ``None`` if the reshape merges dims. ``sizes``: the operand's shape. ``into``: the result's shape."""
     parts, rest = [], list(into)
     for size in sizes:
         part: list[int] = []

@@ -19,12 +19,16 @@ _SIZED = frozenset(
 )
 # attentions in which a query sees keys in a range of positions around its own
 BANDED_ATTENTIONS = ("partition::band_attention", "partition::document_attention", "partition::scored_attention")
-_END = {"slice": 3, "slice_copy": 3, "slice_scatter": 4}  # position of the argument for the end, which may be a size
+_END = {
+    "slice": 3,
+    "slice_copy": 3,
+    "slice_scatter": 4,
+}  # operator -> position of its argument ``end``, which may be a size
 
 
 def get_operator_name(node: fx.Node) -> str:
-    """Return the name of the operator of ``node`` without its overload, such as ``add``; ``partition::name`` for an
-    operator of this project."""
+    """Return the name of the operator of ``node`` without its overload, such as ``add``; for an operator of this
+    project, ``partition::name``."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return str(getattr(target, "__name__", target))
@@ -32,8 +36,8 @@ def get_operator_name(node: fx.Node) -> str:
 
 
 def pair_nodes(main: Captured, other: Captured) -> dict[fx.Node, fx.Node] | None:
-    """Return the corresponding nodes of two graphs: node of ``main`` -> node of ``other``. Return ``None`` if their
-    graphs do not have the same operators, connected in the same way.
+    """Return the corresponding nodes of two graphs, as a dict: node of ``main`` -> node of ``other``. Return ``None``
+    if the graphs do not have the same operators, connected in the same way.
 
     ``main``, ``other``: one model captured for two batch sizes.
     """
@@ -47,9 +51,8 @@ def pair_nodes(main: Captured, other: Captured) -> dict[fx.Node, fx.Node] | None
 
 
 def match_nodes(main: fx.Graph, other: fx.Graph) -> dict[fx.Node, fx.Node] | None:
-    """Return the corresponding nodes of two graphs: node of ``main`` -> node of ``other``. ``None`` if the graphs do
-    not have the same operators, connected in the same way. Numbers and placeholders may differ.
-    """
+    """Return the corresponding nodes of two graphs, as a dict: node of ``main`` -> node of ``other``. Return ``None``
+    if the graphs do not have the same operators, connected in the same way. Numbers and placeholders may differ."""
     ours, theirs = list(main.nodes), list(other.nodes)
     if len(ours) != len(theirs):
         return None
@@ -63,10 +66,10 @@ def match_nodes(main: fx.Graph, other: fx.Graph) -> dict[fx.Node, fx.Node] | Non
 
 
 def align_graphs(main: Captured, other: Captured) -> tuple[Captured, dict[fx.Node, fx.Node]] | None:
-    """Return two values: the captured model ``main``, changed so that its graph has the same operators as the graph of
-    ``other``; and a dict: node of the changed graph -> corresponding node of ``other``. The only change is that the
-    result gets slices that select a whole dim, where ``other`` has a slice for the first part of it. An example is a
-    table with as many rows as ``main`` has positions. Return ``None`` if the graphs differ in anything else.
+    """Return (the captured model ``main``, changed so that its graph has the same operators as the graph of ``other``;
+    a dict: node of the changed graph -> corresponding node of ``other``). The only change is that slices of a whole dim
+    are added where ``other`` slices the first part of this dim, for example of a table with as many rows as ``main``
+    has positions. Return ``None`` if the graphs differ in anything else.
 
     ``main``, ``other``: one model captured for two batch sizes, the larger one first.
     """
@@ -79,7 +82,7 @@ def align_graphs(main: Captured, other: Captured) -> tuple[Captured, dict[fx.Nod
 
 
 def _insert_whole_slices(main: Captured, other: Captured) -> Captured | None:
-    """Return a copy of ``main`` with additional slices that select a whole dim: one wherever ``other`` has a slice of
+    """Return a copy of ``main`` with additional slices that select a whole dim, one wherever ``other`` has a slice of
     the first elements and ``main`` has none. Return ``None`` if the operators of the graphs differ in another way.
     ``main``, ``other``: the model captured for the larger and for the smaller of two batch sizes."""
     graph, left = fx.Graph(), list(main.graph.nodes)
@@ -126,16 +129,15 @@ def _take_next(operands: Iterator[fx.Node], _: fx.Node) -> fx.Node:
 
 
 def _list_operands(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes among the arguments of ``node``, in order; a node that occurs several times is listed several
-    times."""
+    """Return a list of the nodes among the arguments of ``node``, in order and with repetitions."""
     found: list[fx.Node] = []
     fx.node.map_arg((node.args, node.kwargs), found.append)
     return found
 
 
 def _find_prefix_dim(node: fx.Node) -> int | None:
-    """Return the index of the sliced dim if ``node`` is a slice that begins at index 0 with step 1; ``None`` for other
-    nodes."""
+    """If ``node`` is a slice that begins at index 0 with step 1, return the index of the sliced dim; otherwise return
+    ``None``."""
     if node.op != "call_function" or get_operator_name(node) not in ("slice", "slice_copy") or node.kwargs:
         return None
     _, dim, start, *rest = node.args if len(node.args) > 3 else (None, None, None)
@@ -144,8 +146,8 @@ def _find_prefix_dim(node: fx.Node) -> int | None:
 
 def has_own_number(node: fx.Node, other: fx.Node) -> bool:
     """Return whether an argument of the operator ``node`` depends on the batch size, such as the factor ``1 / batch``
-    of a mean. A batch that is padded to this batch size then gives other results than without padding, because the
-    number for the padded batch is used. Arguments that are sizes of the result do not count.
+    of a mean. Padding a batch to this size then changes the results, because the argument counts the padded elements.
+    Arguments that are sizes of the result are ignored.
 
     ``other``: the same operator in the model's graph for another batch size.
     """
@@ -165,11 +167,11 @@ def has_own_number(node: fx.Node, other: fx.Node) -> bool:
 
 
 def _limit_band(node: fx.Node, other: fx.Node) -> list[Any]:
-    """Return the arguments of the attention ``node``, with ``None`` in place of graph nodes, in a form that can be
-    compared with the same attention for another batch size, ``other``.
+    """Return the arguments of the attention ``node``, with ``None`` in place of graph nodes, for a comparison with
+    ``other``, the same attention for another batch size.
 
     The numbers of positions that a query sees before and after its own become -1 (no limit) if they exclude no key in
-    the shorter of the two sequences. A capture of that sequence has no limit there.
+    the shorter of the two sequences, because the model captured for this sequence has no limit there.
     """
     positions = min(each.args[0].meta["val"].shape[-2] for each in (node, other))  # type: ignore[union-attr]
 

@@ -1,4 +1,5 @@
-"""Compute the number in the padded elements of an operator's result from the numbers in those of its operands."""
+"""Compute the value of the padded elements of an operator's result from the values of the padded elements of its
+operands."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ CASTS = frozenset(("to", "_to_copy", "type_as"))
 POINTWISE = frozenset(
     (*NONLINEAR, *LINEAR, *CASTS, "add", "sub", "rsub", "mul", "div", "where", "masked_fill", "clamp", "min", "max")
 )
-NEGATIVE = -1e30  # a score at or below it has no weight in a softmax beside any other
+NEGATIVE = -1e30  # in a softmax, a score of at most this gets no weight beside any other score
 
 _ZERO = frozenset(("mul", "bitwise_and", "logical_and", "__and__"))
 _ONE = frozenset(("bitwise_or", "logical_or", "__or__"))
@@ -33,10 +34,10 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 def apply_to_numbers(node: fx.Node, numbers: Sequence[float | None]) -> float | None:
-    """Return the number that the pointwise operator ``node`` computes from one number for each operand, such as the
-    number that all padded elements of the operand have; ``None`` if it is not known.
+    """Return the result of the pointwise operator ``node`` on one number for each operand, such as the value of the
+    operand's padded elements; ``None`` if the result is not known.
 
-    ``numbers``: one number for each operand of ``node``, in order; ``None`` for one that is not known.
+    ``numbers``: one number for each operand of ``node``, in order; ``None`` for an operand whose number is not known.
     """
     name, operands = get_operator_name(node), operands_of(node)
     known = dict(zip(operands, numbers, strict=True))
@@ -60,8 +61,8 @@ def apply_to_numbers(node: fx.Node, numbers: Sequence[float | None]) -> float | 
 
 def _resolve_number(argument: Any, known: dict[fx.Node, float | None]) -> float | None:
     """Return the number that ``argument``, an argument of an operator, stands for: the argument itself if it is a
-    number; ``known[argument]`` if it is a node; ``None`` if that is not known. ``known``: for each operand node, the
-    number in some of its elements, such as the padded ones; ``None`` if unknown."""
+    number; ``known[argument]`` if it is a node; ``None`` if the number is not known. ``known``: for each operand node,
+    the value of some of its elements, such as the padded ones; ``None`` if it is not known."""
     if isinstance(argument, fx.Node):
         return known.get(argument)
     return float(argument) if isinstance(argument, bool | int | float) else None
@@ -69,8 +70,7 @@ def _resolve_number(argument: Any, known: dict[fx.Node, float | None]) -> float 
 
 def _evaluate_operator(node: fx.Node, numbers: Sequence[float | None]) -> float | None:
     """Run the pointwise operator ``node`` on one number for each operand, and return the resulting number; ``None`` if
-    it cannot be computed. ``numbers``: the number for each operand, in order, none of which is ``None``.
-    """
+    it cannot be computed. ``numbers``: the number for each operand, in order, never ``None``."""
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
     tensors: list[Any] = [
         torch.tensor(number, dtype=get_meta_tensor(operand).dtype)

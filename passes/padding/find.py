@@ -1,4 +1,4 @@
-"""Find how the inputs of a model may be padded along one axis of the batch, so that nothing else changes."""
+"""Find how the inputs of a model may be padded along one axis of the batch without changing the model's results."""
 
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ from partitioner.passes.padding.values import DimPart, PaddedValue, find_created
 from partitioner.passes.rules.attention import find_attention_band
 from partitioner.passes.rules.factors import operands_of
 
-_MAX_COMBINATIONS = 64  # combinations of numbers that are tried
+_MAX_COMBINATIONS = 64  # most combinations of numbers that are tried
 
-Fills = Mapping[str, float | None]  # path of an input -> the number in its new places; None: those of the last place
+Fills = Mapping[str, float | None]  # path of an input -> value of its padded elements; None: a copy of the last
 
 
 class KeyHiding(NamedTuple):
     """How an element of a model input hides a key from the queries of an attention, as a mask of padded positions does.
 
-    ``number``: an element with this number hides the key at its position. ``unseen``: which keys must be hidden so that
-    some query sees no key at all. ``"all"``: all keys of its sample. ``"first"``: the first keys of the sample suffice,
-    as under a causal mask. ``"gap"``: the keys between visible ones may suffice, too, as under a sliding window.
+    ``number``: an element with this value hides the key at its position. ``unseen``: which keys must be hidden so that
+    some query sees no key at all. ``"all"``: all keys of its sample. ``"first"``: the first keys of the sample are
+    enough, as under a causal mask. ``"gap"``: the keys between visible ones may be enough, too, as under a sliding
+    window.
     """
 
     number: float
@@ -56,11 +57,11 @@ class AxisPadding:
     """How the inputs of a model can be padded along one axis of the batch (samples or positions) so that results do not
     change.
 
-    ``fills``: path of an input, such as ``input_ids`` -> the number in its new elements (``None``: a copy of the last
-    element). ``outputs``: path of an output -> (the dim that grows with the batch, by how many elements its size
-    exceeds that of the batch). ``fault``: the reason why no padding leaves the results unchanged; empty if one does.
-    ``hiding``: for attentions in which a query that sees no key would give weight to padded keys: path of an input that
-    hides keys there -> how it hides them.
+    ``fills``: path of an input, such as ``input_ids`` -> the value of its padded elements (``None``: a copy of the last
+    element). ``outputs``: path of an output -> (the dim that grows with the batch, by how many elements the dim exceeds
+    the batch size). ``fault``: the reason why no padding leaves the results unchanged; empty if one does. ``hiding``:
+    path of an input that hides keys of an attention -> how it hides them. It has only attentions in which a query that
+    sees no key would give weight to padded keys.
     """
 
     fills: dict[str, float | None] = field(default_factory=dict)
@@ -79,7 +80,7 @@ def find_axis_padding(main: Captured, other: Captured, dims: Mapping[str, int], 
     the index of its dim along the axis. ``sizes``: the two batch sizes, in elements along the axis.
     """
     aligned = align_graphs(main, other)
-    if aligned is None:  # the window of an attention is no limit in a shorter sequence, and is not written there
+    if aligned is None:  # in a shorter sequence, the window of an attention is no limit and was removed
         aligned = align_graphs(*map(_write_bands, (main, other)))
     if aligned is None:
         return AxisPadding(
@@ -96,12 +97,12 @@ def find_axis_padding(main: Captured, other: Captured, dims: Mapping[str, int], 
             fault = _explain_hiding(main, hiding)
             return AxisPadding(dict(fills), _find_output_dims(main, values), fault, hiding)
         faults.append(fault)
-    return AxisPadding(fault=faults[-1])  # that of the last attempt, which leaves out the most numbers
+    return AxisPadding(fault=faults[-1])  # the fault of the last attempt, which pads all inputs with numbers
 
 
 def _write_bands(captured: Captured) -> Captured:
-    """Return a copy of ``captured`` in which each torch attention without a mask is replaced by this project's operator
-    for attention within a range of positions, so that its graph can be compared with one that has a sliding window."""
+    """Return a copy of ``captured`` in which this project's operator for attention within a range of positions replaces
+    each torch attention without a mask. The graph can then be compared with one that has a sliding window."""
     copied = copy_captured(captured)
     for node in list(copied.graph.nodes):
         plain = node.target is aten.scaled_dot_product_attention.default
@@ -112,12 +113,12 @@ def _write_bands(captured: Captured) -> Captured:
 
 @dataclass(frozen=True)
 class _PaddingAxis:
-    """A way to pad the model's inputs along one axis of the batch (samples or positions), which is to be tested for
+    """A candidate padding of the model's inputs along one axis of the batch (samples or positions), of which is tested
     whether it leaves the model's results unchanged.
 
-    ``dims``: path of an input -> the index of its dim along the axis. ``fills``: path of an input -> the number in its
-    new elements (``None``: a copy of the last element). ``sizes``: the two batch sizes, in elements along the axis, for
-    which the model was captured.
+    ``dims``: path of an input -> the index of its dim along the axis. ``fills``: path of an input -> the value of its
+    padded elements (``None``: a copy of the last element). ``sizes``: the two batch sizes, in elements along the axis,
+    for which the model was captured.
     """
 
     dims: Mapping[str, int]
@@ -128,9 +129,9 @@ class _PaddingAxis:
 def _propagate_through_graph(
     main: Captured, other: Captured, pairs: Mapping[fx.Node, fx.Node], axis: _PaddingAxis
 ) -> dict[fx.Node, Values]:
-    """Return what is known of the results of all operators if the model's inputs are padded: node of the graph of
-    ``main`` -> a tuple with an entry for each of its results. An entry says which dims grow with the batch, and which
-    numbers padded elements have.
+    """Return the effect of padded model inputs on the results of all operators, as a dict: node of the graph of
+    ``main`` -> a tuple with the :class:`PaddedValue` of each of its results, that is, which dims grow with the batch,
+    and which value padded elements have.
 
     ``main``, ``other``: the model captured for two batch sizes. ``pairs``: node of ``main`` -> the same node of
     ``other``. ``axis``: the padding of the inputs.
@@ -154,11 +155,12 @@ def _find_hiding(
 ) -> dict[str, KeyHiding]:
     """Return which inputs of the model ``main`` can hide padded keys in an attention with finite scores, as a dict:
     path of an input -> the number that hides a key, and which hidden keys leave a query without a visible key. If all
-    keys of a query are hidden by finite scores, it gives weight to padded keys.
+    keys of a query are hidden by finite scores, the query gives weight to padded keys.
 
-    An input hides keys by a number if padded keys are hidden from all queries once its new elements have this number.
-    ``pairs``: node of ``main`` -> the same node of the graph for another batch size. ``axis``: a padding of the inputs
-    that changes no result. ``values``: node -> for each of its results, what is known of it under this padding.
+    An input hides keys by a number if padded keys are hidden from all queries whenever its padded elements have this
+    number. ``pairs``: node of ``main`` -> the same node of the graph for another batch size. ``axis``: a padding of the
+    inputs that changes no result. ``values``: node -> the :class:`PaddedValue` of each of its results under this
+    padding.
     """
     called = [node for node in pairs if node.op == "call_function" and get_operator_name(node) != "getitem"]
     read = [find_unmasked_scores(node, [values[o][0] for o in operands_of(node)]) for node in called]
@@ -183,16 +185,16 @@ def _find_hiding(
 
 
 def _list_hiding_numbers(source: fx.Node) -> set[float]:
-    """Return the numbers by which a model input may hide keys of an attention: 0 and 1, as in masks, and the numbers
-    with which the graph compares the input. ``source``: the input's placeholder.
-    """
+    """Return the set of numbers by which a model input may hide keys of an attention: 0 and 1, as in masks, and the
+    numbers with which the graph compares the input. ``source``: the input's placeholder."""
     return {0.0, 1.0, *(each.number for each in _find_compared_numbers(source))}
 
 
 def _explain_hiding(main: Captured, hiding: Mapping[str, KeyHiding]) -> str:
     """Return, as text, why padding cannot be checked for a batch: an input of ``main`` hides keys by several numbers,
-    as in ``places < 0``, so that a batch does not show whether a query sees no key. Return an empty text if each input
-    in ``hiding`` hides keys by a single number. ``hiding``: path of an input -> how it hides keys of an attention."""
+    as in ``places < 0``, so that the batch does not show whether a query sees no key. Return an empty text if each
+    input in ``hiding`` hides keys by a single number. ``hiding``: path of an input -> how it hides keys of an
+    attention."""
     for node in main.graph.nodes:
         path = next((i.path for i in main.inputs if i.value == main.placeholders.get(node.name)), None)
         if path in hiding and any(not each.single for each in _find_compared_numbers(node)):
@@ -201,11 +203,12 @@ def _explain_hiding(main: Captured, hiding: Mapping[str, KeyHiding]) -> str:
 
 
 def _propagate_through_node(node: fx.Node, partner: fx.Node, values: Mapping[fx.Node, Values], sizes: Sizes) -> Values:
-    """Return, for each result of the operator ``node``, what is known of it if the model's inputs are padded: which
-    dims grow with the batch, and which numbers padded elements have.
+    """Return a tuple with the :class:`PaddedValue` of each result of the operator ``node``: which dims grow with the
+    batch if the model's inputs are padded, and which value padded elements have.
 
-    ``partner``: the same operator in the graph for another batch size. ``values``: for each earlier node, what is known
-    of its results. ``sizes``: the batch sizes of the two graphs, in elements along the padded axis.
+    ``partner``: the same operator in the graph for another batch size. ``values``: earlier node -> the
+    :class:`PaddedValue` of each of its results. ``sizes``: the batch sizes of the two graphs, in elements along the
+    padded axis.
     """
     if get_operator_name(node) == "getitem":
         source, index = node.args
@@ -224,10 +227,9 @@ def _propagate_through_node(node: fx.Node, partner: fx.Node, values: Mapping[fx.
 
 
 def _describe_input(node: fx.Node, path: str, axis: _PaddingAxis) -> PaddedValue:
-    """Return what is known of a model input under padding: which dims grow with the batch, and which number the new
-    elements have. ``node``: the input's placeholder. ``path``: the input's path in the arguments of the model.
-    ``axis``: how the inputs are padded.
-    """
+    """Return the :class:`PaddedValue` of a model input: which dims grow with the batch if the inputs are padded, and
+    which value the padded elements have. ``node``: the input's placeholder. ``path``: the input's path in the arguments
+    of the model. ``axis``: how the inputs are padded."""
     value = make_fixed_value(list_result_shapes(node)[0])
     if path not in axis.dims:
         return value
@@ -235,13 +237,13 @@ def _describe_input(node: fx.Node, path: str, axis: _PaddingAxis) -> PaddedValue
 
 
 def _describe_state(main: Captured, other: Captured, name: str, axis: _PaddingAxis) -> PaddedValue:
-    """Return what is known of the parameter, buffer or constant ``name`` if the model's inputs are padded: which dims
-    grow with the batch size, and its fault, if it has one.
+    """Return the :class:`PaddedValue` of the parameter, buffer or constant ``name`` if the model's inputs are padded:
+    which dims grow with the batch size.
 
-    It has a fault (a reason why padding may change results) if its shape or its values depend on the batch size. There
-    is one exception: a constant whose dims grow with the batch, and whose elements are equal for both batch sizes at
-    all indices that both have, such as a table with one row for each position. ``main``, ``other``: the model captured
-    for two batch sizes. ``axis``: how the inputs are padded.
+    It has a fault (a reason why padding may change results) if its shape or its values depend on the batch size. The
+    exception is a constant whose dims grow with the batch, and whose elements are equal for both batch sizes at all
+    common indices, such as a table with one row for each position. ``main``, ``other``: the model captured for two
+    batch sizes. ``axis``: how the inputs are padded.
     """
     shape, theirs = main.states[name].spec.shape, other.states[name].spec.shape
     if shape == theirs:
@@ -255,12 +257,12 @@ def _describe_state(main: Captured, other: Captured, name: str, axis: _PaddingAx
 
 
 def _iterate_preserved_values(main: Captured, values: Mapping[fx.Node, Values]) -> Iterator[PaddedValue]:
-    """Yield what is known of each value of ``main`` that padding must not change: the loss, new values of buffers, and
-    outputs. The padding is wrong if one of them has a ``fault``, a reason why padding may change it.
+    """Yield the :class:`PaddedValue` of each value of ``main`` that padding must not change: the loss, new values of
+    buffers, and outputs. The padding is wrong if one of them has a ``fault``, a reason why padding may change the
+    value. If the loss has a dim that grows with the batch, it is yielded a second time, with a fault, because padding
+    would add terms to it.
 
-    ``main``: the captured model. ``values``: node -> what is known of each of its results if the batch is padded. If
-    the loss has a dim that grows with the batch, it is yielded a second time, with a fault, because padding would add
-    terms to it.
+    ``main``: the captured model. ``values``: node -> the :class:`PaddedValue` of each of its results.
     """
     by_name = {node.name: found[0] for node, found in values.items()}
     names = [main.loss, *main.updates.values(), *(o.value for o in main.outputs)]
@@ -272,9 +274,8 @@ def _iterate_preserved_values(main: Captured, values: Mapping[fx.Node, Values]) 
 
 def _find_output_dims(main: Captured, values: Mapping[fx.Node, Values]) -> dict[str, tuple[int, int]]:
     """Return a dict: path of an output of the model ``main`` -> (the dim that grows with the batch, by how many
-    elements its size exceeds that of the batch). Outputs that do not grow are left out. ``values``: node -> what is
-    known of each of its results if the batch is padded.
-    """
+    elements the dim exceeds the batch size). Outputs that do not grow are left out. ``values``: node -> the
+    :class:`PaddedValue` of each of its results."""
     by_name = {node.name: found[0] for node, found in values.items()}
     found: dict[str, tuple[int, int]] = {}
     for output in main.outputs:
@@ -288,13 +289,13 @@ def _find_output_dims(main: Captured, values: Mapping[fx.Node, Values]) -> dict[
 
 
 def _list_fills(main: Captured, dims: Mapping[str, int]) -> Iterator[Fills]:
-    """Yield the candidates for the numbers in the new elements of padded inputs of the model ``main``, in the order in
-    which they should be tried. Each is a dict: path of an input -> number (``None``: a copy of the last element).
+    """Yield candidates for the values of the padded elements of the inputs of ``main``, in the order in which they
+    should be tried. Each candidate is a dict: path of an input -> value (``None``: a copy of the last element).
 
     Every input can be padded with copies. An integer input that the graph compares with numbers, such as -100 for
-    ignored targets or the token of padding, can also be padded with these, and an input without ignored elements with
-    zero. All combinations of these are yielded; the first one pads all inputs with copies. ``dims``: path of each input
-    that is padded -> the index of its padded dim.
+    ignored targets or the padding token, can also be padded with these numbers. An input without ignored elements can
+    also be padded with zero. All combinations are yielded; the first one pads all inputs with copies. ``dims``: path of
+    each input that is padded -> the index of its padded dim.
     """
     inputs = {i.value: i for i in main.inputs if i.path in dims}
     options: list[list[float | None]] = []
@@ -318,10 +319,9 @@ _PASSED = VIEWS | {"slice", "constant_pad_nd", "to", "_to_copy"}
 
 
 class ComparedNumber(NamedTuple):
-    """A number (``number``) with which the graph compares an integer input. ``ignored``: whether elements with this
-    number are left out, such as targets of -100 (``!=``). ``single``: whether no other number gives the same result
-    (``==`` and ``!=``).
-    """
+    """A number with which the graph compares an integer input. ``number``: the number. ``ignored``: whether elements
+    with this value are left out, such as targets of -100 (``!=``). ``single``: whether no other number gives the same
+    result of the comparison (``==`` and ``!=``)."""
 
     number: float
     ignored: bool
@@ -333,8 +333,8 @@ _SIDES = {"lt": (-1, 0), "ge": (-1, 0), "gt": (0, 1), "le": (0, 1), "eq": (0,), 
 
 
 def _find_compared_numbers(source: fx.Node) -> Iterator[ComparedNumber]:
-    """Yield the numbers that the graph tells apart by comparing an integer input with a number, such as -100 for
-    ignored targets and -1 for ``places < 0``. ``source``: the input's placeholder, or a view or cast of it."""
+    """Yield the numbers that the graph distinguishes by comparing an integer input with a number, such as -100 for
+    ignored targets, or -1 and 0 for ``places < 0``. ``source``: the input's placeholder, or a view or cast of it."""
     for reader in source.users:
         name = get_operator_name(reader) if reader.op == "call_function" else ""
         if name in _PASSED:

@@ -1,6 +1,6 @@
-"""Follow indices of elements of the original batch, by which a model reads one element of each sample.
+"""Find reads by indices that belong to the original batch, by which a model reads one element of each sample.
 
-An example is the index of the last token before padding. Such a read never meets a padded element.
+An example is the index of the last token before padding. Such a read never returns a padded element.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ _GATHERED = ("gather", "index_select")
 
 def find_lowest(node: fx.Node, operands: Sequence[PaddedValue]) -> float | None:
     """Return a lower bound of the elements of the result of the pointwise operator ``node``; ``None`` if none is known.
-    ``operands``: for each operand, what is known of it if the batch is padded.
-    """
+    ``operands``: the :class:`PaddedValue` of each operand."""
     if get_meta_tensor(node).dtype == torch.bool:
         return 0.0
     lowest = [o.lowest for o in operands]
@@ -32,13 +31,13 @@ def find_lowest(node: fx.Node, operands: Sequence[PaddedValue]) -> float | None:
 
 
 def propagate_argmax(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what is known of the result of the ``argmax`` node ``node`` if the batch is padded: which dims grow with
-    the batch, and which numbers padded elements have. Return ``None`` unless the ``argmax`` always finds an element of
-    the original batch, never a padded one; the caller then follows the operator's sharding rule.
+    """Return the :class:`PaddedValue` of the result of the ``argmax`` node ``node``: which dims grow if the batch is
+    padded, and which value padded elements have. If the ``argmax`` may find a padded element, return ``None``: the
+    caller then uses the operator's sharding rule.
 
-    The ``argmax`` always does so if padded elements have a number that is a lower bound of all elements: padded
-    elements come last, and of several largest elements the first one is found. ``operands``: what is known of the
-    operand, as a sequence of one.
+    The ``argmax`` never finds a padded element if the value of padded elements is a lower bound of all elements: padded
+    elements come last, and of several largest elements the first one is found. ``operands``: the :class:`PaddedValue`
+    of the operand, as a sequence of one.
     """
     (x,) = operands
     if not isinstance(given := get_node_argument(node, "dim", None), int):
@@ -55,8 +54,9 @@ def propagate_argmax(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedVa
 
 def fix_read_dims(node: fx.Node, operands: Sequence[PaddedValue]) -> Sequence[PaddedValue]:
     """Return ``operands`` with one change for the operator ``node``, which reads its first operand at indices along
-    some dims: a dim counts as fixed if its indices are known to belong to the original batch, because then no padded
-    element is read. ``operands``: for each operand of ``node``, what is known of it if the batch is padded."""
+    some dims: if the indices along a dim are known to belong to the original batch, this dim of the first operand
+    counts as fixed, because no padded element is read. ``operands``: the :class:`PaddedValue` of each operand of
+    ``node``."""
     name, read = get_operator_name(node), operands_of(node)
     if name not in (*_INDEXED, *_GATHERED) or not any(o.real_places for o in operands):
         return operands

@@ -1,10 +1,11 @@
-"""Follow padded tensors through the operators of a graph, to show that elements of the original batch do not change.
+"""Follow padded tensors through the operators of a graph, to prove that elements of the original batch do not change.
 
-The factor rules (which name the loop dimensions of an operator) say how the dims of operands and results belong
-together. Along a loop dimension that grows with the batch, an operator may work element by element, so that elements of
-the original batch depend on such elements alone, or it may add elements up; padded ones must then be zero. Operators
-that move elements along a dim (slices, pads, running sums, attention) have functions of their own here. A tensor for
-which neither can be shown gets a fault, a text with the reason, and so does everything that is computed from it.
+The factor rules (which name the loop dimensions of an operator) say how the dims of operands and results correspond.
+Along a loop dimension that grows with the batch, there are two allowed cases. An operator may compute each element by
+itself, so that elements of the original batch depend on such elements alone. Or it may sum over the dimension, and
+padded elements must then be zero. Operators that move elements along a dim (slices, pads, running sums, attention) have
+functions of their own here. If neither case can be proved, the tensor gets a fault, a text with the reason, and so do
+all tensors that are computed from it.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ _READS_DOCUMENT_IDS = (
 def propagate_padding(
     node: fx.Node, operands: Sequence[PaddedValue], other_shapes: Sequence[tuple[int, ...]], sizes: Sizes
 ) -> Values:
-    """Return, for each result of the operator ``node``, what is known of it if the batch is padded along one axis
-    (samples or positions): which dims grow with the batch, and which numbers padded elements have.
+    """Return a tuple with the :class:`PaddedValue` of each result of the operator ``node``: which dims grow if the
+    batch is padded along one axis (samples or positions), and which value padded elements have.
 
-    ``operands``: what is known of each operand if the batch is padded. ``other_shapes``: the shapes of the results in
-    the model's graph for another batch size. ``sizes``: the batch sizes of the two graphs, in elements along the axis.
+    ``operands``: the :class:`PaddedValue` of each operand. ``other_shapes``: the shapes of the results in the model's
+    graph for another batch size. ``sizes``: the batch sizes of the two graphs, in elements along the axis.
     """
     shapes = list_result_shapes(node)
     if not any(o.grows or o.fault or o.real_places for o in operands) and list(shapes) == list(other_shapes):
@@ -72,25 +73,24 @@ def propagate_padding(
 
 
 def _format_reason(node: fx.Node, problem: str) -> str:
-    """Return a message such as ``sum at layers.0 (model.py:12) adds up padded numbers``: the name and the location
-    of the operator ``node``, and ``problem``, words for what it does."""
+    """Return a message such as ``sum at layers.0 (model.py:12) adds up padded numbers``: the name and the location of
+    the operator ``node``, followed by ``problem``, a text that says what it does."""
     return f"{get_operator_name(node)} at {format_node_location(node)} {problem}"
 
 
 def _describe_plain(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue:
-    """Return what is known of the first result of the operator ``node`` if none of its operands and results depends on
-    the batch size: no dim grows, and all elements have one number if that follows from the operands. ``operands``: what
-    is known of each operand if the batch is padded.
-    """
+    """Return the :class:`PaddedValue` of the first result of the operator ``node``, none of whose operands and results
+    depends on the batch size: no dim grows. If it follows from the operands that all elements have one value, the
+    result has this value. ``operands``: the :class:`PaddedValue` of each operand."""
     value = make_fixed_value(list_result_shapes(node)[0])
     return replace(value, uniform=_find_uniform(node, operands))
 
 
 def _has_sizes(value: PaddedValue, shape: Sequence[int], other: Sequence[int], sizes: Sizes) -> bool:
-    """Return whether ``value`` is consistent with the shapes of a tensor at two batch sizes. ``value`` describes how
-    each dim of the tensor is made up of parts, some of which grow with the batch (a flattened dim has several). The
-    sizes of the parts of a dim must multiply to the dim's size. ``shape``, ``other``: the shapes of the tensor in the
-    model's graphs for the batch sizes ``sizes``."""
+    """Return whether ``value`` is consistent with the shapes of a tensor at two batch sizes: for both sizes, the sizes
+    of the parts of each dim must multiply to the dim's size. (A flattened dim has several parts, some of which may grow
+    with the batch.) ``shape``, ``other``: the shapes of the tensor in the model's graphs for the batch sizes ``sizes``.
+    """
     for parts, own, theirs in zip(value.dims, shape, other, strict=True):
         at = [1, 1]
         for part in parts:
@@ -102,10 +102,9 @@ def _has_sizes(value: PaddedValue, shape: Sequence[int], other: Sequence[int], s
 
 
 def _find_uniform(node: fx.Node, operands: Sequence[PaddedValue]) -> float | None:
-    """Return the number that all elements of the result of the operator ``node`` have, padded or not; ``None`` if the
-    elements may differ or the number is not known. ``operands``: what is known of each operand, including the number
-    that all its elements have, if there is one.
-    """
+    """Return the value that all elements of the result of the operator ``node`` have, padded or not; ``None`` if
+    elements may differ or the value is not known. ``operands``: the :class:`PaddedValue` of each operand; its field
+    ``uniform`` is the value of all its elements."""
     name = get_operator_name(node)
     if name in ("full", "new_full", "full_like"):
         number = get_node_argument(node, "fill_value")
@@ -130,13 +129,13 @@ def _find_uniform(node: fx.Node, operands: Sequence[PaddedValue]) -> float | Non
 def _describe_results_by_factors(
     node: fx.Node, operands: Sequence[PaddedValue], others: Sequence[tuple[int, ...]], sizes: Sizes
 ) -> Values:
-    """Return, for each result of the operator ``node``, what is known of it if the batch is padded: which dims grow
-    with the batch, and which numbers padded elements have. It follows from the operator's sharding rule, which names
-    its loop dimensions (factors) and says over which of them each dim of its tensors runs. A result gets a fault (a
-    reason why elements of the original batch may change) if the operator mixes padded elements with others.
+    """Return a tuple with the :class:`PaddedValue` of each result of the operator ``node``, derived from the operator's
+    sharding rule, which names its loop dimensions (factors) and says over which of them each dim of its tensors runs. A
+    result gets a fault (a reason why elements of the original batch may change) if the operator mixes padded elements
+    with others.
 
-    ``operands``: what is known of each operand if the batch is padded. ``others``: the shapes of the results in the
-    graph for another batch size. ``sizes``: the two batch sizes, in elements along the padded axis.
+    ``operands``: the :class:`PaddedValue` of each operand. ``others``: the shapes of the results in the graph for
+    another batch size. ``sizes``: the two batch sizes, in elements along the padded axis.
     """
     shapes, fault = list_result_shapes(node), next((o.fault for o in operands if o.fault), "")
     rule = factors_of(node)
@@ -164,13 +163,13 @@ def _describe_results_by_factors(
 def _map_factors(
     value: PaddedValue, dims: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
 ) -> dict[str, Parts] | None:
-    """Return the parts that make up each factor of one operand, as a dict: name of a factor -> tuple of parts. A factor
-    is a named loop dimension of an operator. A part has a size, and may grow with the batch. Return ``None`` if the
-    parts of a dim, in order, do not give the sizes of its factors, or if a growing part would be divided between two
-    factors.
+    """Return the parts of which each factor of one operand consists, as a dict: name of a factor -> tuple of parts. A
+    factor is a named loop dimension of an operator. A part has a size, and may grow with the batch. Return ``None`` if
+    the parts of a dim, in order, do not give the sizes of its factors, or if a growing part would be divided between
+    two factors.
 
-    ``value``: what is known of the operand if the batch is padded, with the parts of each dim. ``dims``: for each dim
-    of the operand, the names of its factors. ``sizes``: name of a factor -> its size.
+    ``value``: the :class:`PaddedValue` of the operand, with the parts of each dim. ``dims``: for each dim of the
+    operand, the names of its factors. ``sizes``: name of a factor -> its size.
     """
     found: dict[str, Parts] = {}
     for parts, factors in zip(value.dims, dims, strict=True):
@@ -187,10 +186,9 @@ def _map_factors(
 def _has_no_later_keys(value: PaddedValue, rule: OpFactors, operand: int, factor: str) -> bool:
     """Return whether an operand, such as attention weights under a causal mask, is zero wherever the key index exceeds
     the query index. An operator that sums over keys then adds nothing from padded keys to a query of the original
-    batch. ``value``: what is known of the operand if the batch is padded. ``rule``: the operator's sharding rule, which
-    says over which loop dimensions dims run. ``operand``: the index of the operand, from 0. ``factor``: the name of the
-    loop dimension over keys, which is summed over.
-    """
+    batch. ``value``: the :class:`PaddedValue` of the operand. ``rule``: the operator's sharding rule, which says over
+    which loop dimensions dims run. ``operand``: the index of the operand, from 0. ``factor``: the name of the loop
+    dimension over keys, over which the operator sums."""
     if value.causal is None or value.causal[2] != 0:
         return False
     (query, key), dims = value.causal[:2], rule.operands[operand]
@@ -202,13 +200,13 @@ def _has_no_later_keys(value: PaddedValue, rule: OpFactors, operand: int, factor
 def _check_entrywise(
     node: fx.Node, rule: OpFactors, operand_parts: Sequence[Mapping[str, Parts]], operands: Sequence[PaddedValue]
 ) -> str:
-    """Return a text that says why the operator ``node`` mixes padded elements with others. It is empty if it does not
-    mix them, because it works element by element along the dims that grow, or the padded elements that it sums are
-    zero.
+    """Return a text that says why the operator ``node`` mixes padded elements with others. The text is empty if it does
+    not: because it computes each element along the growing dims by itself, or because the padded elements that it sums
+    are zero.
 
     ``rule``: the operator's sharding rule, by factors (named loop dimensions). ``operand_parts``: for each operand, a
-    dict: name of a factor -> its parts (size, and whether it grows with the batch). ``operands``: what is known of each
-    operand if the batch is padded.
+    dict: name of a factor -> its parts (size, and whether it grows with the batch). ``operands``: the
+    :class:`PaddedValue` of each operand.
     """
     made = {f for dims in rule.results for factors in dims for f in factors}
     coupled = {*rule.whole, *rule.lower} | ({rule.spans.factor} if rule.spans is not None else set())
@@ -232,13 +230,13 @@ def _build_result(
     other: Sequence[int],
     sizes: Sizes,
 ) -> PaddedValue:
-    """Return what is known of one result of the operator ``node`` if the batch is padded: which dims grow with the
-    batch, and which numbers padded elements have. ``index``: the index of the result, from 0.
+    """Return the :class:`PaddedValue` of one result of the operator ``node``: which dims grow if the batch is padded,
+    and which value padded elements have. ``index``: the index of the result, from 0.
 
     ``rule``: the operator's sharding rule, by factors (named loop dimensions). ``operand_parts``: for each operand, a
-    dict: name of a factor -> its parts (size, and whether it grows with the batch). ``operands``: what is known of each
-    operand. ``other``: the shape of the result in the graph for another batch size. ``sizes``: the two batch sizes, in
-    elements along the padded axis.
+    dict: name of a factor -> its parts (size, and whether it grows with the batch). ``operands``: the
+    :class:`PaddedValue` of each operand. ``other``: the shape of the result in the graph for another batch size.
+    ``sizes``: the two batch sizes, in elements along the padded axis.
     """
     known: dict[str, Parts] = {}
     for of in operand_parts:
@@ -273,10 +271,10 @@ def _build_result(
 
 
 def _find_first_places(node: fx.Node, size: int, other: int, sizes: Sizes) -> DimPart:
-    """Return how a dim of the result of ``node`` depends on the batch, if no operand grows with the batch along it. The
-    dim has a fixed size, with one exception: ``node`` is a ``slice`` from index 0 that takes as many elements as the
-    batch has, for example from a table of positions. ``size``, ``other``: the sizes of the dim in the graphs for the
-    two batch sizes ``sizes``."""
+    """Return how a dim of the result of ``node`` depends on the batch, if no operand grows with the batch along it. If
+    ``node`` is a ``slice`` from index 0 that takes as many elements as the batch has, for example from a table of
+    positions, the dim grows; otherwise it has a fixed size. ``size``, ``other``: the sizes of the dim in the graphs for
+    the two batch sizes ``sizes``."""
     created = find_created_part(size, other, sizes)
     first = get_operator_name(node) == "slice" and not get_node_argument(node, "start")
     return created if first and created is not None else DimPart(size)
@@ -289,12 +287,12 @@ def _find_fill_value(
     operand_parts: Sequence[Mapping[str, Parts]],
     operands: Sequence[PaddedValue],
 ) -> float | None:
-    """Return the number in the padded elements of a result of the operator ``node`` along one part of one dim (a
-    flattened dim has several parts); ``None`` if it is not known or they differ.
+    """Return the value of the padded elements of a result of the operator ``node`` along one part of one dim (a
+    flattened dim has several parts); ``None`` if it is not known or the elements differ.
 
     ``factor``: the loop dimension of the operator over which the dim runs. ``index``: the index of the part, from 0.
-    ``operand_parts``: for each operand, a dict: name of a factor -> its parts. ``operands``: what is known of each
-    operand if the batch is padded.
+    ``operand_parts``: for each operand, a dict: name of a factor -> its parts. ``operands``: the :class:`PaddedValue`
+    of each operand.
     """
     name = get_operator_name(node)
     numbers = [
@@ -311,13 +309,12 @@ def _find_fill_value(
 def _add_coordinates(
     node: fx.Node, value: PaddedValue, rule: OpFactors, operands: Sequence[PaddedValue]
 ) -> PaddedValue:
-    """Return ``value``, completed by what is known of elements that are functions of their indices. ``value``: a
-    description of the result of the operator ``node`` if the batch is padded: which dims grow, and which numbers
-    elements have. For example, each element of an ``arange`` is its own index, and a comparison of two such tensors
-    makes a causal mask.
+    """Return ``value``, the :class:`PaddedValue` of the result of the operator ``node``, with the fields added that
+    describe elements as functions of their indices. For example, each element of an ``arange`` is its own index, and a
+    comparison of two such tensors gives a causal mask.
 
     ``rule``: the operator's sharding rule, which says which dims of operands and results run over the same loop.
-    ``operands``: what is known of each operand.
+    ``operands``: the :class:`PaddedValue` of each operand.
     """
     name = get_operator_name(node)
     if name == "arange" and get_node_argument(node, "step", 1) == 1 and isinstance(start := _get_start(node), int):
@@ -357,8 +354,8 @@ def _add_coordinates(
 
 
 def _compare_distance(name: str, sign: float, number: Any) -> float | None:
-    """Return the result (1 for true, 0 for false) of comparing the distance between a key and a query with ``number``.
-    It must be the same for all keys that come after the query; otherwise the result is ``None``.
+    """Return the result (1 for true, 0 for false) of comparing the distance between a key and a query with ``number``,
+    if it is the same for all keys after the query; otherwise return ``None``.
 
     ``name``: the comparison: ``lt``, ``le``, ``gt`` or ``ge``. ``sign``: 1 if the distance is key index minus query
     index (1 or more for such keys), -1 if it is query index minus key index (-1 or less).
@@ -378,11 +375,12 @@ ORDERS: dict[str, Callable[[int, int], bool]] = {"le": op.le, "lt": op.lt, "ge":
 def _combine_causal(
     node: fx.Node, operands: Sequence[PaddedValue], homes: Sequence[Mapping[int, int]]
 ) -> Causal | None:
-    """Return (dim of queries, dim of keys, number) if the result of the pointwise operator ``node`` has the same known
-    number at every element whose key index exceeds its query index, as a causal mask has; otherwise return ``None``.
+    """If the result of the pointwise operator ``node`` has the same known value at every element whose key index
+    exceeds its query index, as a causal mask has, return (dim of queries, dim of keys, value). Otherwise return
+    ``None``.
 
-    ``operands``: what is known of each operand if the batch is padded. ``homes``: for each operand, a dict: dim of the
-    operand -> dim of the result.
+    ``operands``: the :class:`PaddedValue` of each operand. ``homes``: for each operand, a dict: dim of the operand ->
+    dim of the result.
     """
     moved = [_move_pair(o.causal, home) for o, home in zip(operands, homes, strict=True)]
     for pair in moved:
@@ -396,8 +394,8 @@ def _combine_causal(
 
 
 def _is_inexact_for_integers(node: fx.Node) -> bool:
-    """Return whether the cast ``node`` gives a dtype, such as bfloat16, in which large integers are not exact, so
-    that its elements can no longer be taken for indices."""
+    """Return whether the cast ``node`` gives a dtype, such as bfloat16, in which large integers are not exact, so that
+    its elements cannot be used as indices any more."""
     dtype: torch.dtype = node.meta["val"].dtype
     return dtype in (torch.bool, torch.uint8, torch.int8, torch.float16, torch.bfloat16)
 
@@ -407,7 +405,8 @@ def _get_start(node: fx.Node) -> Any:
 
 
 def _map_dims(rule: OpFactors, operand: int) -> dict[int, int]:
-    """Return a dict: dim of an operand -> dim of the first result that runs over the same loop of the operator.
+    """Return a dict: dim of an operand -> dim of the first result that runs over the same loop of the operator. Dims
+    without such a dim are left out.
 
     ``rule``: the operator's sharding rule, which says over which loop dimensions dims run. ``operand``: the index of
     the operand, from 0.
@@ -421,9 +420,9 @@ def _move_dim(dim: int | None, to: Mapping[int, int]) -> int | None:
 
 
 def _move_pair(pair: Causal | None, to: Mapping[int, int]) -> Causal | None:
-    """Translate the dims in ``pair`` from an operand to the operator's result, and return the new pair; ``None`` if
-    ``pair`` is ``None`` or the result lacks one of the dims. ``pair``: (dim of queries, dim of keys, number) of the
-    operand. ``to``: dim of the operand -> dim of the result."""
+    """Return ``pair`` with the dims of an operand replaced by those of the operator's result; ``None`` if ``pair`` is
+    ``None`` or the result lacks one of the dims. ``pair``: (dim of queries, dim of keys, number). ``to``: dim of the
+    operand -> dim of the result."""
     if pair is None or pair[0] not in to or pair[1] not in to:
         return None
     return to[pair[0]], to[pair[1]], pair[2]
@@ -433,12 +432,12 @@ def _move_pair(pair: Causal | None, to: Mapping[int, int]) -> Causal | None:
 
 
 def _propagate_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what is known of the result of the ``slice`` node ``node`` if the batch is padded: which dims grow with
-    the batch, and which numbers padded elements have. Return ``None`` if the sliced dim does not grow; the caller then
-    follows the operator's sharding rule. The result has a fault (a reason why elements of the original batch may
-    change) if the slice has a step or a tensor as bound, or cuts a flattened dim.
+    """Return the :class:`PaddedValue` of the result of the ``slice`` node ``node``: which dims grow if the batch is
+    padded, and which value padded elements have. If the sliced dim does not grow, return ``None``: the caller then uses
+    the operator's sharding rule. The result has a fault (a reason why elements of the original batch may change) if the
+    slice has a step or a tensor as bound, or cuts a flattened dim.
 
-    ``operands``: what is known of each operand.
+    ``operands``: the :class:`PaddedValue` of each operand.
     """
     (x,) = operands[:1]
     dim = normalize_dim(get_node_argument(node, "dim", 0), len(x.dims))
@@ -459,13 +458,13 @@ def _propagate_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedVa
 
 
 def _propagate_pad(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what is known of the result of the ``constant_pad_nd`` node ``node`` if the batch is padded (never
-    ``None``): which dims grow with the batch, and which numbers padded elements have. ``operands``: what is known of
-    the operand, as a sequence of one.
+    """Return the :class:`PaddedValue` of the result of the ``constant_pad_nd`` node ``node``: which dims grow if the
+    batch is padded, and which value padded elements have. ``operands``: the :class:`PaddedValue` of the operand, as a
+    sequence of one.
 
     The result has a fault (a reason why elements of the original batch may change) in two cases: the node pads a
     flattened dim of which a part grows with the batch; or it adds elements at the end of a dim that grows, and their
-    number is not known to be that of the elements that pad the batch.
+    value is not known to be that of the dim's padded elements.
     """
     (x,) = operands
     amounts, value = get_node_argument(node, "pad"), x
@@ -494,12 +493,12 @@ def _propagate_pad(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _propagate_cat(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what is known of the result of the ``cat`` node ``node`` if the batch is padded: which dims grow with the
-    batch, and which numbers padded elements have. Return ``None`` if no operand grows along the joined dim; the caller
-    then follows the operator's sharding rule. The result has a fault (a reason why elements of the original batch may
-    change) if another operand than the last grows along this dim.
+    """Return the :class:`PaddedValue` of the result of the ``cat`` node ``node``: which dims grow if the batch is
+    padded, and which value padded elements have. If no operand grows along the joined dim, return ``None``: the caller
+    then uses the operator's sharding rule. The result has a fault (a reason why elements of the original batch may
+    change) if an operand before the last grows along this dim.
 
-    ``operands``: what is known of each operand.
+    ``operands``: the :class:`PaddedValue` of each operand.
     """
     dim = normalize_dim(get_node_argument(node, "dim", 0), len(operands[0].dims))
     if not any(p.grows for o in operands for p in o.dims[dim]):
@@ -518,12 +517,12 @@ def _propagate_cat(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _propagate_select(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what is known of the result of the ``select`` node ``node`` if the batch is padded: which dims grow with
-    the batch, and which numbers padded elements have. Return ``None`` if the dim of the selected index does not grow;
-    the caller then follows the operator's sharding rule. The result has a fault (a reason why elements of the original
-    batch may change) unless index 0 is selected, because another index may belong to a padded element.
+    """Return the :class:`PaddedValue` of the result of the ``select`` node ``node``: which dims grow if the batch is
+    padded, and which value padded elements have. If the dim of the selected index does not grow, return ``None``: the
+    caller then uses the operator's sharding rule. The result has a fault (a reason why elements of the original batch
+    may change) unless index 0 is selected, because another index may belong to a padded element.
 
-    ``operands``: what is known of each operand.
+    ``operands``: the :class:`PaddedValue` of each operand.
     """
     (x,) = operands[:1]
     dim, index = normalize_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
@@ -535,12 +534,12 @@ def _propagate_select(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedV
 
 
 def _scatter_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what is known of the result of the ``slice_scatter`` node ``node`` if the batch is padded: which dims grow
-    with the batch, and which numbers padded elements have. Return ``None`` if the written dim does not grow; the caller
-    then follows the operator's sharding rule. The result has a fault (a reason why elements of the original batch may
+    """Return the :class:`PaddedValue` of the result of the ``slice_scatter`` node ``node``: which dims grow if the
+    batch is padded, and which value padded elements have. If the written dim does not grow, return ``None``: the caller
+    then uses the operator's sharding rule. The result has a fault (a reason why elements of the original batch may
     change) unless the written slice reaches the end of the dim.
 
-    ``operands``: what is known of each operand.
+    ``operands``: the :class:`PaddedValue` of each operand.
     """
     x, source = operands
     dim = normalize_dim(get_node_argument(node, "dim", 0), len(x.dims))
@@ -557,12 +556,12 @@ def _scatter_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _propagate_select_scatter(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what is known of the result of the ``select_scatter`` node ``node`` if the batch is padded: which dims
-    grow with the batch, and which numbers padded elements have. Return ``None`` if the written dim does not grow; the
-    caller then follows the operator's sharding rule. The result has a fault (a reason why elements of the original
-    batch may change) unless index 0 is written, because another index may belong to a padded element.
+    """Return the :class:`PaddedValue` of the result of the ``select_scatter`` node ``node``: which dims grow if the
+    batch is padded, and which value padded elements have. If the written dim does not grow, return ``None``: the caller
+    then uses the operator's sharding rule. The result has a fault (a reason why elements of the original batch may
+    change) unless index 0 is written, because another index may belong to a padded element.
 
-    ``operands``: what is known of each operand.
+    ``operands``: the :class:`PaddedValue` of each operand.
     """
     x, source = operands
     dim, index = normalize_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
@@ -575,11 +574,10 @@ def _propagate_select_scatter(node: fx.Node, operands: Sequence[PaddedValue]) ->
 
 
 def _propagate_cumsum(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what is known of the result of the ``cumsum`` or ``diff`` node ``node`` if the batch is padded: which dims
-    grow with the batch, and which numbers padded elements have. Return ``None`` if the dim along which it works does
-    not grow; the caller then follows the operator's sharding rule. Padded elements come last along this dim, so results
-    for elements of the original batch do not depend on them. ``operands``: what is known of each operand.
-    """
+    """Return the :class:`PaddedValue` of the result of the ``cumsum`` or ``diff`` node ``node``: which dims grow if the
+    batch is padded. If the dim along which it is computed does not grow, return ``None``: the caller then uses the
+    operator's sharding rule. Padded elements come last along this dim, so results for elements of the original batch do
+    not depend on them. ``operands``: the :class:`PaddedValue` of each operand."""
     x = operands[0]
     dim = normalize_dim(get_node_argument(node, "dim", -1), len(x.dims))
     if not any(p.grows for p in x.dims[dim]):
@@ -593,12 +591,11 @@ def _propagate_cumsum(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedV
 
 
 def _propagate_combined_ids(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what is known of the result of the ``partition::combine_ids`` node ``node`` if the batch is padded: which
-    dims grow with the batch. The operator gives each pair of ids ``[batch, positions]`` a number, the first position at
-    which the pair occurs. Return ``None`` if positions do not grow; the caller then follows the operator's sharding
+    """Return the :class:`PaddedValue` of the result of the ``partition::combine_ids`` node ``node``: which dims grow if
+    the batch is padded. The operator replaces each pair of ids ``[batch, positions]`` by a number, the first position
+    at which the pair occurs. If positions do not grow, return ``None``: the caller then uses the operator's sharding
     rule. Padded positions come last, so results for positions of the original batch do not depend on them.
-    ``operands``: what is known of each operand.
-    """
+    ``operands``: the :class:`PaddedValue` of each operand."""
     if not any(p.grows for o in operands for p in o.dims[1]):
         return None
     parts = [o.growing_part(1) for o in operands]
@@ -609,12 +606,12 @@ def _propagate_combined_ids(node: fx.Node, operands: Sequence[PaddedValue]) -> P
 
 
 def _propagate_gather(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what is known of the result of the ``gather`` node ``node`` if the batch is padded (never ``None``): which
-    dims grow with the batch, and which numbers padded elements have. ``operands``: what is known of source and index.
+    """Return the :class:`PaddedValue` of the result of the ``gather`` node ``node``: which dims grow if the batch is
+    padded, and which value padded elements have. ``operands``: the :class:`PaddedValue` of source and index.
 
-    The result has a fault (a reason why elements of the original batch may change) in two cases: the dim along which it
-    reads grows, and elements may read another position than their own; or source and index grow differently along
-    another dim.
+    The result has a fault (a reason why elements of the original batch may change) in two cases: the dim along which
+    the node reads grows, and elements may read another position than their own; or source and index grow differently
+    along another dim.
     """
     x, index = operands
     dim, rank = normalize_dim(get_node_argument(node, "dim"), len(x.dims)), len(x.dims)
@@ -640,10 +637,10 @@ def _propagate_gather(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedV
 
 
 def _choose_branch(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return a description, if the batch is padded, of the result of the ``where`` node ``node``, whose condition is
-    known to be true everywhere or false everywhere: the description of the operand that it selects. Return ``None`` for
-    any other condition; the caller then follows the operator's sharding rule. ``operands``: a description of each
-    operand: which dims grow with the batch, and which numbers padded elements have."""
+    """If the condition of the ``where`` node ``node`` is known to be true everywhere or false everywhere, return the
+    :class:`PaddedValue` of the operand that it selects: which dims grow if the batch is padded, and which value padded
+    elements have. Otherwise return ``None``: the caller then uses the operator's sharding rule. ``operands``: the
+    :class:`PaddedValue` of each operand."""
     if len(node.args) < 3 or operands[0].uniform is None or operands[0].fault:
         return None
     branch = node.args[1 if operands[0].uniform else 2]
@@ -653,12 +650,12 @@ def _choose_branch(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _propagate_softmax(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what is known of the result of the ``softmax`` node ``node`` if the batch is padded: which dims grow with
-    the batch, and which numbers padded elements have. Return ``None`` if the dim of the softmax does not grow; the
-    caller then follows the operator's sharding rule. The result has a fault (a reason why elements of the original
-    batch may change) unless padded elements have scores of -1e30 or less, or are hidden by a causal mask.
+    """Return the :class:`PaddedValue` of the result of the ``softmax`` node ``node``: which dims grow if the batch is
+    padded, and which value padded elements have. If the dim of the softmax does not grow, return ``None``: the caller
+    then uses the operator's sharding rule. The result has a fault (a reason why elements of the original batch may
+    change) unless padded elements have scores of -1e30 or less, or are hidden by a causal mask.
 
-    ``operands``: what is known of the operand, as a sequence of one.
+    ``operands``: the :class:`PaddedValue` of the operand, as a sequence of one.
     """
     (x,) = operands[:1]
     (dim,) = normalize_dims(get_node_argument(node, "dim"), len(x.dims))
@@ -675,12 +672,12 @@ def _propagate_softmax(node: fx.Node, operands: Sequence[PaddedValue]) -> Padded
 
 
 def _propagate_attention(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue:
-    """Return what is known of the result of the attention ``node`` if the batch is padded: which dims grow with the
-    batch, and which numbers padded elements have. The result has a fault (a reason why elements of the original batch
-    may change) unless padded keys get no weight: the mask hides them, or it is causal and they come after every query
-    of the original batch.
+    """Return the :class:`PaddedValue` of the result of the attention ``node``: which dims grow if the batch is padded.
+    The result has a fault (a reason why elements of the original batch may change) unless padded keys get no weight:
+    the mask hides them, or the attention is causal and they come after every query of the original batch.
 
-    ``operands``: what is known of queries, keys, values and, if there are any, mask, document ids, prefix and slopes.
+    ``operands``: the :class:`PaddedValue` of queries, keys, values and, if there are any, mask, document ids, prefix
+    and slopes.
     """
     query, key, value, *masks = operands
     rank = len(query.dims)
@@ -719,16 +716,14 @@ def _propagate_attention(node: fx.Node, operands: Sequence[PaddedValue]) -> Padd
 def _fits_rows(ids: PaddedValue, query: PaddedValue, key: PaddedValue) -> bool:
     """Return whether document ids ``[batch, positions]`` grow with the batch like the queries and keys of the attention
     that reads them: dim 0 like the batch dim of the queries, dim 1 like the positions of the keys. ``ids``, ``query``,
-    ``key``: what is known of these tensors if the batch is padded.
-    """
+    ``key``: the :class:`PaddedValue` of each tensor."""
     pairs = zip(ids.dims, (query.dims[0], key.dims[-2]), strict=True)
     return all([p.kind for p in own if p.grows] == [p.kind for p in of if p.grows] for own, of in pairs)
 
 
 def _fits_scores(mask: PaddedValue, query: PaddedValue, key: PaddedValue) -> bool:
     """Return whether the dims of an attention mask grow with the batch exactly where the dims of the attention scores
-    do. ``mask``, ``query``, ``key``: what is known of these tensors if the batch is padded.
-    """
+    do. ``mask``, ``query``, ``key``: the :class:`PaddedValue` of mask, queries and keys."""
     scores = (*query.dims[:-1], key.dims[-2])
     for own, of in zip(reversed(mask.dims), reversed(scores), strict=False):
         grown = [tuple(p.kind for p in parts if p.grows) for parts in (own, of)]
@@ -738,10 +733,9 @@ def _fits_scores(mask: PaddedValue, query: PaddedValue, key: PaddedValue) -> boo
 
 
 def _find_batch_dims(*operands: PaddedValue) -> list[Parts] | None:
-    """Return, for each dim of an attention's result except the last two (such as batch and heads), the tuple of the
-    parts that make it up: sizes, and whether they grow with the batch. Return ``None`` if the dim grows differently in
-    queries, keys and values. ``operands``: what is known of these three if the batch is padded.
-    """
+    """Return a list with, for each dim of an attention's result except the last two (such as batch and heads), the
+    tuple of the parts of this dim: sizes, and whether they grow with the batch. Return ``None`` if such a dim grows
+    differently in queries, keys and values. ``operands``: the :class:`PaddedValue` of queries, keys and values."""
     dims: list[Parts] = []
     for d, parts in enumerate(operands[0].dims[:-2]):
         kinds = {tuple(p.kind for p in o.dims[d] if p.grows) for o in operands}
@@ -753,9 +747,8 @@ def _find_batch_dims(*operands: PaddedValue) -> list[Parts] | None:
 
 def _hides_keys(node: fx.Node, mask: PaddedValue, ordered: bool) -> bool:
     """Return whether the mask of the attention ``node`` hides padded keys from every query of the original batch.
-    ``mask``: what is known of the mask if the batch is padded. ``ordered``: whether queries and keys are padded alike,
-    so that a causal mask hides padded keys.
-    """
+    ``mask``: the :class:`PaddedValue` of the mask. ``ordered``: whether queries and keys are padded equally, so that a
+    causal mask hides padded keys."""
     rank, chooses = len(mask.dims), operands_of(node)[-1].meta["val"].dtype == torch.bool
     part = mask.growing_part(rank - 1)
     if part is None or mask.fault:
@@ -767,12 +760,10 @@ def _hides_keys(node: fx.Node, mask: PaddedValue, ordered: bool) -> bool:
 
 
 def _reduce_truth(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what is known of the result of the ``any`` or ``all`` node ``node`` if the batch is padded: which dims
-    grow with the batch, and which numbers padded elements have. Return ``None`` if no reduced dim grows; the caller
-    then follows the operator's sharding rule. The result has a fault (a reason why elements of the original batch may
-    change) unless padded elements are false (for ``any``) or true (for ``all``). ``operands``: what is known of the
-    operand, as a sequence of one.
-    """
+    """Return the :class:`PaddedValue` of the result of the ``any`` or ``all`` node ``node``: which dims grow if the
+    batch is padded. If no reduced dim grows, return ``None``: the caller then uses the operator's sharding rule. The
+    result has a fault (a reason why elements of the original batch may change) unless padded elements are false (for
+    ``any``) or true (for ``all``). ``operands``: the :class:`PaddedValue` of the operand, as a sequence of one."""
     (x,) = operands
     neutral = 0.0 if get_operator_name(node) == "any" else 1.0
     dims = normalize_dims(get_node_argument(node, "dim"), len(x.dims))

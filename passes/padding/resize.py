@@ -1,9 +1,9 @@
-"""Derive the graph of a model for one more size of the batch from its graphs for two other sizes.
+"""Derive the graph of a model for a third batch size from its graphs for two other batch sizes.
 
 Capturing a model takes most of the time of a small plan. If two graphs of a model differ in sizes alone, and each size
-is a linear function of the batch size, the graph for a batch size between the two is the same with sizes between
-theirs. This also holds for the forward and backward of a block: :class:`JointShapes` interpolates the joint graph of a
-block between two blocks that were differentiated.
+is a linear function of the batch size, the graph for a batch size between the two has the same operators, with
+interpolated sizes. This also holds for the forward and backward of a block: :class:`JointShapes` interpolates the joint
+graph of a block between two blocks that were differentiated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _UnevenError(Exception):
 
 
 def copy_captured(captured: Captured) -> Captured:
-    """Return a copy of ``captured``, a model as one graph, with a graph of its own, which may be changed."""
+    """Return a copy of ``captured``, a model as one graph, whose graph is also a copy and may be changed."""
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     for node in captured.graph.nodes:
@@ -46,8 +46,8 @@ def resize_captured(main: Captured, other: Captured, line: Line) -> Captured | N
     """Return the captured model for a batch size between two batch sizes for which it was captured. Return ``None`` if
     the two graphs differ in more than sizes, or if a size or a constant is not a linear function of the batch size.
 
-    ``main``, ``other``: the model captured for the two batch sizes. ``line``: three batch sizes, in elements along one
-    axis of the batch: of ``main``, of ``other``, and of the result.
+    ``main``, ``other``: the model captured for the two batch sizes. ``line``: the batch sizes of ``main``, of ``other``
+    and of the result, in elements along one axis of the batch.
     """
     aligned = align_graphs(main, other)
     if aligned is None or main.turns or other.turns:
@@ -77,10 +77,9 @@ def _resize_graph(main: Captured, other: Captured, pairs: Mapping[fx.Node, fx.No
 def _resize_states(
     main: Captured | FoldedModel, other: Captured | FoldedModel, line: Line
 ) -> tuple[dict[str, ModelState], dict[str, Tensor]]:
-    """Return the states (parameters, buffers and constants) that a model has for a third batch size, by name, and the
-    values of its constants, by name. ``main``, ``other``: the model for two batch sizes. ``line``: the batch sizes of
-    ``main``, of ``other`` and of the result. Raise :class:`_UnevenError` if a size is not linear in the batch size.
-    """
+    """Return the parameters, buffers and constants (states) of a model for a third batch size, by name, and the values
+    of its constants, by name. ``main``, ``other``: the model for two batch sizes. ``line``: the batch sizes of
+    ``main``, of ``other`` and of the result. Raise :class:`_UnevenError` if a size is not linear in the batch size."""
     states, constants = dict(main.states), dict[str, Tensor]()
     for name, state in main.states.items():
         states[name] = replace(state, spec=_resize_spec(state.spec, other.states[name].spec, line))
@@ -91,20 +90,18 @@ def _resize_states(
 
 
 def _resize_inputs(main: Captured | FoldedModel, other: Captured | FoldedModel, line: Line) -> list[ModelInput]:
-    """Return the inputs that a model has for a third batch size. ``main``, ``other``: the model for two batch sizes.
+    """Return the inputs of a model for a third batch size. ``main``, ``other``: the model for two batch sizes.
     ``line``: the batch sizes of ``main``, of ``other`` and of the result. Raise :class:`_UnevenError` if a size is not
-    linear in the batch size.
-    """
+    linear in the batch size."""
     pairs = zip(main.inputs, other.inputs, strict=True)
     return [replace(ours, spec=_resize_spec(ours.spec, theirs.spec, line)) for ours, theirs in pairs]
 
 
 def _resize_nodes(pairs: Mapping[fx.Node, fx.Node], placeholders: Mapping[fx.Node, TensorSpec], line: Line) -> fx.Graph:
-    """Return a copy of a graph with the sizes that it has for a third batch size. ``pairs``: node of the graph for the
-    first batch size -> the same node of the graph for the second. ``placeholders``: placeholder of the former -> its
-    shape and dtype in the result. ``line``: the three batch sizes. Raise :class:`_UnevenError` if a size is not linear
-    in the batch size.
-    """
+    """Return a copy of a graph with the sizes for a third batch size. ``pairs``: node of the graph for the first batch
+    size -> the same node of the graph for the second. ``placeholders``: placeholder of the first graph -> its shape and
+    dtype in the result. ``line``: the three batch sizes. Raise :class:`_UnevenError` if a size is not linear in the
+    batch size."""
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     for node, partner in pairs.items():
@@ -137,8 +134,8 @@ def resize_folded(main: FoldedModel, other: FoldedModel, line: Line) -> FoldedMo
     Return ``None`` if the two models differ in more than sizes, if a size or a constant is not a linear function of the
     batch size, or if attention is within packed documents, whose lengths depend on the batch.
 
-    ``main``, ``other``: the model for the two batch sizes. ``line``: three batch sizes, in elements along one axis of
-    the batch: of ``main``, of ``other``, and of the result.
+    ``main``, ``other``: the model for the two batch sizes. ``line``: the batch sizes of ``main``, of ``other`` and of
+    the result, in elements along one axis of the batch.
     """
     if not _are_equal_but_for_sizes(main, other):
         return None
@@ -154,10 +151,9 @@ def resize_folded(main: FoldedModel, other: FoldedModel, line: Line) -> FoldedMo
 
 
 def _are_equal_but_for_sizes(main: FoldedModel, other: FoldedModel) -> bool:
-    """Return whether the two models ``main`` and ``other`` have the same calls of blocks (graphs of layers), the same
-    parameters and buffers, inputs and outputs, apart from sizes. Return false for attention within packed documents or
-    with prefixes (keys that all queries of their document see), because its arguments depend on the batch.
-    """
+    """Return whether the models ``main`` and ``other`` have the same calls of blocks (graphs of layers), the same
+    parameters, buffers, inputs and outputs, apart from sizes. Return false if an attention is within packed documents
+    or has a prefix (keys that all queries of their document see), because its arguments depend on the batch."""
     if main.calls != other.calls or main.blocks.keys() != other.blocks.keys() or main.outputs != other.outputs:
         return False
     if [i.value for i in main.inputs] != [i.value for i in other.inputs]:
@@ -173,10 +169,10 @@ def _are_equal_but_for_sizes(main: FoldedModel, other: FoldedModel) -> bool:
 
 
 def _resize_block(main: Block, other: Block, line: Line) -> Block:
-    """Return the graph of a piece of the model, such as a layer, for a third batch size. ``main``, ``other``: the graph
-    for two batch sizes. ``line``: the batch sizes of ``main``, of ``other`` and of the result. Raise
-    :class:`_UnevenError` if the graphs differ in more than sizes, or if a size is not linear in the batch size.
-    """
+    """Return ``main``, the graph of a piece of the model, such as a layer, with the sizes for a third batch size.
+    ``main``, ``other``: the graph for two batch sizes. ``line``: the batch sizes of ``main``, of ``other`` and of the
+    result. Raise :class:`_UnevenError` if the graphs differ in more than sizes, or if a size is not linear in the batch
+    size."""
     pairs = match_nodes(main.graph, other.graph)
     if pairs is None or (main.states, main.inputs) != (other.states, other.inputs):
         raise _UnevenError
@@ -191,9 +187,9 @@ def _resize_block(main: Block, other: Block, line: Line) -> Block:
 
 
 def _match_call_shapes(model: FoldedModel) -> bool:
-    """Return whether each call in ``model`` (a use of a block, the graph that equal layers share) passes tensors to the
-    block that have the shapes which the block expects. This may fail after resizing: layers that are equal for two
-    batch sizes share a block, and need not be equal for a third."""
+    """Return whether each call in ``model`` (a use of a block, the graph that equal layers share) has tensors of the
+    shapes that the block expects and returns. This may fail after resizing: layers that are equal for two batch sizes
+    share a block, and need not be equal for a third."""
     shapes = {name: tuple(spec.shape) for name, spec in model.values.items()}
     shapes |= {i.value: tuple(i.spec.shape) for i in model.inputs}
     for call in model.calls:
@@ -209,17 +205,17 @@ def _match_call_shapes(model: FoldedModel) -> bool:
 
 
 def _resize_spec(main: TensorSpec, other: TensorSpec, line: Line) -> TensorSpec:
-    """Return the shape and dtype that a tensor has at a third batch size. ``main``, ``other``: those at two batch
-    sizes. ``line``: the batch sizes of ``main``, of ``other`` and of the result. Raise :class:`_UnevenError` if a size
-    is not linear in the batch size, or if the dtypes differ."""
+    """Return the shape and dtype of a tensor for a third batch size. ``main``, ``other``: its shapes and dtypes for two
+    batch sizes. ``line``: the batch sizes of ``main``, of ``other`` and of the result. Raise :class:`_UnevenError` if a
+    size is not linear in the batch size, or if the dtypes differ."""
     if main.dtype != other.dtype:
         raise _UnevenError
     return TensorSpec(_resize_shape(main.shape, other.shape, line), main.dtype)
 
 
 def _resize_shape(main: tuple[int, ...], other: tuple[int, ...], line: Line) -> tuple[int, ...]:
-    """Return the shape that a tensor has at a third batch size, by linear interpolation between its shapes ``main``
-    and ``other`` at two batch sizes. ``line``: the batch sizes of ``main``, of ``other`` and of the result. Raise
+    """Return the shape of a tensor for a third batch size, by linear interpolation between its shapes ``main`` and
+    ``other`` for two batch sizes. ``line``: the batch sizes of ``main``, of ``other`` and of the result. Raise
     :class:`_UnevenError` if a size is not linear in the batch size."""
     if len(main) != len(other):
         raise _UnevenError
@@ -227,9 +223,9 @@ def _resize_shape(main: tuple[int, ...], other: tuple[int, ...], line: Line) -> 
 
 
 def _resize_number(main: int, other: int, line: Line) -> int:
-    """Return the value at a third batch size of the linear function that has the values ``main`` and ``other`` at
-    two batch sizes. ``line``: the batch sizes of ``main``, of ``other`` and of the result. Raise
-    :class:`_UnevenError` if the result is not an integer."""
+    """Return the value for a third batch size by linear interpolation between the values ``main`` and ``other`` for two
+    batch sizes. ``line``: the batch sizes of ``main``, of ``other`` and of the result. Raise :class:`_UnevenError` if
+    the result is not an integer."""
     first, second, between = line
     steps, left = divmod((main - other) * (between - second), first - second)
     if left:
@@ -238,9 +234,9 @@ def _resize_number(main: int, other: int, line: Line) -> int:
 
 
 def _resize_argument(main: Any, other: Any, line: Line) -> Any:
-    """Return the argument that an operator has in the graph for a third batch size, from ``main`` and ``other``, the
-    same argument in the graphs for two batch sizes. Integers are interpolated linearly; numbers that are inverse to the
-    batch size, as in a mean, stay so.
+    """Return an operator's argument in the graph for a third batch size, from ``main`` and ``other``, the same argument
+    in the graphs for two batch sizes. Integers are interpolated linearly. Floats must be inversely proportional to the
+    batch size, as in a mean, and so is the result.
 
     ``line``: the batch sizes of ``main``, of ``other`` and of the result. Raise :class:`_UnevenError` if the arguments
     differ in anything else, or an interpolated number is not an integer.
@@ -261,10 +257,9 @@ def _resize_argument(main: Any, other: Any, line: Line) -> Any:
 
 
 def _resize_factor(main: float, other: float, line: Line) -> float:
-    """Return the factor that an operator has in the graph for a third batch size if its factors ``main`` and ``other``
-    for two batch sizes are inverse to the batch size, as in a mean. ``line``: the batch sizes of ``main``, of ``other``
-    and of the result. Raise :class:`_UnevenError` for other factors.
-    """
+    """Return an operator's factor in the graph for a third batch size, if the factors ``main`` and ``other`` for two
+    batch sizes are inversely proportional to the batch size, as in a mean. ``line``: the batch sizes of ``main``, of
+    ``other`` and of the result. Raise :class:`_UnevenError` for other factors."""
     if not 0.0 < abs(main) < abs(other) or abs(main * line[0] / (other * line[1]) - 1.0) > _ROUNDING:
         raise _UnevenError
     each = 1.0 / (main * line[0])  # number of elements that a mean has for each element of the batch
@@ -273,8 +268,8 @@ def _resize_factor(main: float, other: float, line: Line) -> float:
 
 
 def _cut_constant(main: Tensor, other: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return the constant that a model has for a third batch size: the first elements of ``main``, its constant for the
-    larger of two batch sizes, in the shape ``shape``.
+    """Return a model's constant for a third batch size: the first elements of ``main``, the constant for the larger of
+    two batch sizes, in the shape ``shape``.
 
     Raise :class:`_UnevenError` if ``other``, the constant for the smaller batch size, is not the first part of
     ``main``, or if ``main`` is smaller than ``shape``.
@@ -291,16 +286,16 @@ _MOST_SHAPES = 256  # most graphs in the cache
 
 
 class JointShapes:
-    """A cache of graphs, each with forward and backward of a block (a piece of the model, such as a layer). If a block
-    differs from two blocks in the cache only in sizes, and these lie between the sizes of the two, its graph is
+    """A cache of joint graphs, each with forward and backward of a block (a piece of the model, such as a layer). If a
+    block differs from two blocks in the cache only in sizes, and its sizes lie between theirs, its joint graph is
     interpolated instead of traced. The result is for analysis: shapes, dtypes and memory of each node."""
 
     def __init__(self) -> None:
         self._known: dict[Any, list[tuple[tuple[int, ...], JointGraph]]] = {}
 
     def find(self, nodes: str, key: Any, trace: Callable[[], JointGraph], parse: Callable[[], Block]) -> JointGraph:
-        """Return the joint graph of forward and backward of a block (a piece of the model, such as a layer). It is
-        interpolated between two graphs in the cache if the block's sizes lie between the sizes of these two; otherwise
+        """Return the joint graph of forward and backward of a block (a piece of the model, such as a layer). If the
+        block's sizes lie between those of two blocks in the cache, it is interpolated between their graphs. Otherwise
         it is the result of ``trace()``, which is added to the cache.
 
         ``nodes``: the block's graph as JSON text. ``key``: further properties on which the joint graph depends, such as
@@ -322,8 +317,8 @@ class JointShapes:
 
 
 def split_numbers(text: str) -> tuple[str, tuple[int, ...]]:
-    """Return two values: the JSON ``text`` with ``#`` in place of each integer, and the tuple of these integers in
-    order. Strings in quotes and numbers with a decimal point stay."""
+    """Return (the JSON ``text`` with ``#`` in place of each integer, a tuple of these integers in order). Strings in
+    quotes and numbers with a decimal point are not changed."""
     numbers: list[int] = []
 
     def take(match: re.Match[str]) -> str:
@@ -338,9 +333,9 @@ def split_numbers(text: str) -> tuple[str, tuple[int, ...]]:
 
 def _find_surrounding_sizes(numbers: tuple[int, ...], known: Sequence[tuple[int, ...]]) -> tuple[int, int, Line] | None:
     """Find two entries of ``known`` between which ``numbers`` can be interpolated linearly, all numbers with the same
-    weight. Return (index of the first entry, index of the second, line). The line gives this weight: (number in the
-    first entry, number in the second, number in ``numbers``), at a position at which the entries differ. Return
-    ``None`` if there are no such entries.
+    weight. Return (index of the first entry, index of the second, line). The line gives the weight, by one position at
+    which the entries differ: (number in the first entry, number in the second, number in ``numbers``). Return ``None``
+    if there are no such entries.
 
     ``numbers``, and each entry of ``known``: the sizes in a graph, in order.
     """
@@ -359,13 +354,13 @@ def _find_surrounding_sizes(numbers: tuple[int, ...], known: Sequence[tuple[int,
 
 
 def resize_joint(main: JointGraph, other: JointGraph, block: Block, line: Line) -> JointGraph | None:
-    """Return the joint graph of forward and backward of ``block``, a piece of the model such as a layer, derived from
-    ``main`` and ``other``, the joint graphs of the same block for two other batch sizes. Each operator runs once on
-    tensors without elements, which gives the shapes, strides and shared storages of the results.
+    """Return the joint graph of forward and backward of ``block``, a piece of the model such as a layer, interpolated
+    between ``main`` and ``other``, the joint graphs of the same block for two other batch sizes. Each operator runs
+    once on tensors without values, which gives the shapes, strides and shared storages of the results.
 
     Return ``None`` if the graphs differ in more than sizes, or if a size is not a linear function of the batch size.
-    ``line``: three numbers that say where to interpolate: the value of one size, or of the batch size, in ``main``, in
-    ``other`` and in the result.
+    ``line``: where to interpolate, by the value of one size, or of the batch size, in ``main``, in ``other`` and in the
+    result.
     """
     pairs = match_nodes(main.graph, other.graph)
     if pairs is None or (main.needs, main.with_grad) != (other.needs, other.with_grad):
@@ -384,8 +379,8 @@ def resize_joint(main: JointGraph, other: JointGraph, block: Block, line: Line) 
 
 
 def _resize_joint_nodes(pairs: Mapping[fx.Node, fx.Node], line: Line) -> fx.Graph:
-    """Return a copy of a joint graph of forward and backward with the sizes that it has for a third batch size. Each
-    operator runs on tensors without elements, for which the caller has entered a ``FakeTensorMode``.
+    """Return a copy of a joint graph of forward and backward with the sizes for a third batch size. Each operator runs
+    on tensors without values, for which the caller has entered a ``FakeTensorMode``.
 
     ``pairs``: node of the graph for the first batch size -> the same node of the graph for the second. ``line``: the
     three batch sizes. Raise :class:`_UnevenError` if a size is not linear in the batch size.

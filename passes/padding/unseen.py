@@ -1,7 +1,7 @@
 """Find attention in which padding changes the result of a query from which a mask hides all keys.
 
-A softmax over finite scores, such as those of a mask with -3e38, gives equal weight to all keys if a mask hides all of
-them from a query, so that the query also reads padded keys. With scores of minus infinity it does not.
+If a mask of finite scores, such as -3e38, hides all keys from a query, the softmax gives equal weight to all of them,
+so that the query also reads padded keys. With scores of minus infinity, it does not.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Unseen = Literal["all", "first", "gap"]  # at which hidden positions a query see
 
 @dataclass(frozen=True)
 class UnmaskedScores:
-    """Attention scores, or a mask that is added to them, that do not exclude padded keys completely: the score of a
-    padded key is very negative (-1e30 or less) but finite. If all keys are hidden from a query, the softmax then gives
-    padded keys the same weight as the others.
+    """Attention scores, or a mask that is added to them, in which the score of a padded key is very negative (-1e30 or
+    less) but finite. If all keys are hidden from a query, the softmax then gives padded keys the same weight as the
+    others.
 
     ``node``: the node that computes the scores or the mask. ``key``: the index of the dim of keys. ``queries``: the
     indices of the other dims that grow with the batch, such as that of queries. ``causal``: whether keys after a query
@@ -41,18 +41,16 @@ class UnmaskedScores:
     causal: bool
 
     def hides_padding(self, values: Values) -> bool:
-        """Return whether padded keys have a score of -1e30 or less for every query. ``values``: for each node of the
-        graph, what is known of its results if the batch is padded.
-        """
+        """Return whether padded keys have a score of -1e30 or less for every query. ``values``: node -> the
+        :class:`PaddedValue` of each of its results."""
         part = values[self.node][0].growing_part(self.key)
         return part is not None and part.fill is not None and part.fill <= NEGATIVE
 
 
 def find_unmasked_scores(node: fx.Node, operands: Sequence[PaddedValue]) -> UnmaskedScores | None:
-    """Return the scores that the operator ``node`` reads, if it is a softmax over keys or an attention with a mask, and
-    padded keys have a finite score of -1e30 or less; otherwise ``None``. ``operands``: for each operand, what is known
-    of it if the batch is padded.
-    """
+    """If the operator ``node`` is a softmax over keys or an attention with a mask, and padded keys have a finite score
+    of -1e30 or less, return the scores or the mask that it reads; otherwise return ``None``. ``operands``: the
+    :class:`PaddedValue` of each operand."""
     name = get_operator_name(node)
     if name in ("softmax", "_softmax"):
         scores = operands_of(node)[0]
@@ -80,9 +78,8 @@ def find_unmasked_scores(node: fx.Node, operands: Sequence[PaddedValue]) -> Unma
 
 def list_mask_nodes(main: Captured, scores: Collection[UnmaskedScores]) -> list[fx.Node]:
     """Return the nodes of the model ``main`` that compute masks of the attention scores ``scores``, in the order of the
-    graph. These are the nodes on which the scores depend and that depend on no parameter, and the pointwise operators
-    and views that join a mask with the scores.
-    """
+    graph: the nodes on which the scores depend and that depend on no parameter, and the pointwise operators and views
+    that join a mask with the scores."""
     trained: set[fx.Node] = set()
     for node in main.graph.nodes:
         state = main.states.get(main.placeholders[node.name]) if node.op == "placeholder" else None
@@ -100,11 +97,12 @@ def list_mask_nodes(main: Captured, scores: Collection[UnmaskedScores]) -> list[
 
 
 def find_varying_dims(nodes: Sequence[fx.Node], values: Values) -> dict[fx.Node, frozenset[int]]:
-    """Return the dims along which elements may differ: node in ``nodes`` -> dims. Numbers that depend only on how far
-    key and query are apart count as equal, because a query always sees its own key under a mask of such numbers.
+    """Return the dims along which elements of each node in ``nodes`` may differ: node -> dims. Values that depend only
+    on the distance of key and query count as equal, because a query always sees its own key under a mask of such
+    values.
 
     ``nodes``: nodes that compute attention masks, in the order of the graph; operands that are not among them count as
-    constant. ``values``: for each node of the graph, what is known of its results if the batch is padded.
+    constant. ``values``: node -> the :class:`PaddedValue` of each of its results.
     """
     found: dict[fx.Node, frozenset[int]] = {}
     for node in nodes:
@@ -123,12 +121,11 @@ def classify_unseen(
     scores: Sequence[UnmaskedScores], varying: Mapping[fx.Node, frozenset[int]], values: Values
 ) -> Unseen:
     """Return which keys of an attention must be hidden so that some query sees no key at all. ``"all"``: all keys of
-    its sample. ``"first"``: the first keys suffice, as under a causal mask. ``"gap"``: the keys between visible ones
-    may suffice, too, as under a causal sliding window and other masks of queries and keys.
+    its sample. ``"first"``: the first keys are enough, as under a causal mask. ``"gap"``: the keys between visible ones
+    may be enough, too, as under a causal sliding window and other masks of queries and keys.
 
     ``scores``: the attention scores whose keys an input hides. ``varying``: each node that computes masks -> the dims
-    along which its elements may differ. ``values``: for each node of the graph, what is known of its results if the
-    batch is padded.
+    along which its elements may differ. ``values``: node -> the :class:`PaddedValue` of each of its results.
     """
     if not any(each.causal or varying[each.node] & each.queries for each in scores):
         return "all"
@@ -138,15 +135,14 @@ def classify_unseen(
 
 
 def _list_masks(node: fx.Node, values: Values) -> list[fx.Node]:
-    """Return the operands of ``node`` without tensors that only have the distance of each key from each query.
-    ``values``: for each node of the graph, what is known of its results if the batch is padded."""
+    """Return the operands of ``node`` except tensors whose elements are the distance of a key from a query. ``values``:
+    node -> the :class:`PaddedValue` of each of its results."""
     return [o for o in node.all_input_nodes if values[o][0].distance is None]
 
 
 def _compares_order(node: fx.Node, values: Values) -> bool:
     """Return whether ``node`` compares the index of each key with that of each query, as a causal mask does, so that a
-    query sees either all keys before it or none. ``values``: for each node of the graph, what is known of its results
-    if the batch is padded.
+    query sees either all keys before it or none. ``values``: node -> the :class:`PaddedValue` of each of its results.
     """
     if node.op != "call_function" or values[node][0].causal is None:
         return False
@@ -154,11 +150,10 @@ def _compares_order(node: fx.Node, values: Values) -> bool:
 
 
 def _join_varying_dims(node: fx.Node, found: Mapping[fx.Node, frozenset[int]], every: frozenset[int]) -> frozenset[int]:
-    """Return the dims along which the elements of the result of ``node``, a pointwise operator or a view, may differ.
-    ``found``: node -> the dims along which its own elements may differ; an operand that is left out counts as constant.
-    ``every``: all dims of the result that have several elements; they are returned if the operator's sharding rule does
-    not show more.
-    """
+    """Return the dims along which elements of the result of ``node``, a pointwise operator or a view, may differ.
+    ``found``: node -> the dims along which its elements may differ; an operand that is not in ``found`` counts as
+    constant. ``every``: all dims of the result with several elements; they are returned if the operator's sharding rule
+    does not show more."""
     rule, dims = factors_of(node), set[int]()
     if rule is None:
         return every

@@ -1,4 +1,5 @@
-"""Describe a tensor of the graph under padding: which of its dims grow with the batch, and which numbers it has.
+"""Describe a tensor of the graph if the batch is padded: which of its dims grow with the batch, and which values it
+has.
 
 Batches are padded along one axis: samples, or positions. A dim of a tensor consists of parts, outermost first, such as
 ``b`` and ``s`` of a dim ``(b s)`` that a reshape has merged. In a part that grows with the batch, the elements of the
@@ -17,9 +18,9 @@ class DimPart:
     """A part of a tensor's dim, which may grow with the batch. A dim that joins several dims, such as ``(batch
     positions)``, has several parts; any other dim has one.
 
-    ``size``: number of elements. ``grows``: whether the part grows with the batch; the elements of the original batch
-    then come first, and padded ones follow. ``offset``: by how many elements ``size`` then exceeds the batch size.
-    ``fill``: the number in all padded elements; ``None`` if they differ or it is not known.
+    ``size``: number of elements. ``grows``: whether the part grows with the batch; if so, the elements of the original
+    batch come first, and padded ones follow. ``offset``: for a part that grows, by how many elements ``size`` exceeds
+    the batch size. ``fill``: the value of all padded elements; ``None`` if they differ or the value is not known.
     """
 
     size: int
@@ -28,16 +29,15 @@ class DimPart:
     fill: float | None = None
 
     def resize(self, sizes: tuple[int, int]) -> int:
-        """Return the number of elements that this part of a dim has if the batch has another size. ``sizes``: two
-        batch sizes, in elements along the padded axis: the one that this description is for, and the other one."""
+        """Return the number of elements of this part of a dim for another batch size. ``sizes``: two batch sizes, in
+        elements along the padded axis: the one that this description is for, and the other one."""
         return self.size - sizes[0] + sizes[1] if self.grows else self.size
 
     @property
     def kind(self) -> tuple[int, bool, int]:
-        """Return the attributes (``size``, ``grows``, ``offset``) of this part of a dim: its number of elements,
-        whether this number grows with the batch, and by how much it then exceeds the batch size. Parts that an operator
-        combines element by element must be equal in these three.
-        """
+        """Return (``size``, ``grows``, ``offset``) of this part of a dim: its number of elements, whether this number
+        grows with the batch, and by how much it exceeds the batch size. Parts that an operator combines element by
+        element must be equal in these three."""
         return self.size, self.grows, self.offset
 
 
@@ -49,13 +49,13 @@ Causal = tuple[int, int, float]  # (dim of queries, dim of keys, number where th
 class PaddedValue:
     """What is known of a tensor of the graph if the batch is padded along one axis (samples or positions).
 
-    ``dims``: for each dim, the parts that make it up, outermost first. ``fault``: why elements of the original batch
-    may differ from those without padding; empty if they do not. ``uniform``: the number that all elements have.
-    ``lowest``: a number that no element is below. ``counts``: the dim along which each element is its own index (as in
-    an ``arange``). ``causal``: (dim of queries, dim of keys, the number of every element whose key index exceeds its
-    query index). ``distance``: (dim of queries, dim of keys, sign): each element is the key index minus the query
-    index, times the sign (1 or -1). The last five are ``None`` if not known. ``real_places``: whether each element that
-    belongs to the original batch is an index of an element of the original batch, never of a padded one.
+    ``dims``: for each dim, the parts of which it consists, outermost first. ``fault``: why elements of the original
+    batch may differ from those without padding; empty if they do not. ``uniform``: the value that all elements have.
+    ``lowest``: a lower bound of all elements. ``counts``: the dim along which each element is its own index (as in an
+    ``arange``). ``causal``: (dim of queries, dim of keys, the value of every element whose key index exceeds its query
+    index). ``distance``: (dim of queries, dim of keys, sign): each element is the key index minus the query index,
+    times the sign (1 or -1). The last five are ``None`` if they are not known. ``real_places``: whether all elements of
+    the original batch are indices of elements of the original batch, never of padded ones.
     """
 
     dims: tuple[Parts, ...]
@@ -73,21 +73,21 @@ class PaddedValue:
         return any(part.grows for parts in self.dims for part in parts)
 
     def growing_part(self, dim: int) -> DimPart | None:
-        """Return the part that alone makes up the dim ``dim`` of the described tensor, if it grows with the batch;
-        ``None`` if the dim has several parts or does not grow."""
+        """If the dim ``dim`` of the described tensor has a single part and grows with the batch, return this part;
+        otherwise return ``None``."""
         parts = [p for p in self.dims[dim] if p.size > 1 or p.grows]
         return parts[0] if len(parts) == 1 and parts[0].grows else None
 
     def with_dim(self, dim: int, part: DimPart) -> PaddedValue:
-        """Return a copy of this description of a tensor, in which ``part`` alone makes up the dim ``dim``. What was
-        known of the elements' indices is dropped. A number that all elements have is kept if the padded elements of
-        ``part`` have it, too."""
+        """Return a copy of this description of a tensor, in which the dim ``dim`` consists of ``part`` alone. The
+        fields that describe elements by their indices are dropped. A value that all elements have is kept if the padded
+        elements of ``part`` have it, too."""
         dims = tuple((part,) if d == dim else parts for d, parts in enumerate(self.dims))
         return PaddedValue(dims, self.fault, self.uniform if part.fill == self.uniform else None)
 
     def with_fault(self, fault: str) -> PaddedValue:
-        """Return a copy of this description of a tensor under padding with the fault ``fault``, a text that says why
-        padding may change elements of the original batch. If the description already has a fault, that one is kept."""
+        """Return a copy of this description of a tensor with the fault ``fault``, a text that says why padding may
+        change elements of the original batch. If the description already has a fault, the old one is kept."""
         return replace(self, fault=self.fault or fault)
 
 
@@ -101,8 +101,8 @@ def find_created_part(size: int, other: int, sizes: tuple[int, int]) -> DimPart 
     """Return the description of a dim that has ``size`` elements if the batch has ``sizes[0]`` elements along the
     padded axis, and ``other`` elements if the batch has ``sizes[1]``.
 
-    The dim grows with the batch if its size exceeds the batch size by the same number in both cases. It is fixed if
-    both sizes are equal. Return ``None`` if the size depends on the batch in another way.
+    If both sizes are equal, the dim is fixed. If its size exceeds the batch size by the same number in both cases, the
+    dim grows with the batch. Return ``None`` if the size depends on the batch in another way.
     """
     if size == other:
         return DimPart(size)
@@ -113,9 +113,9 @@ def find_created_part(size: int, other: int, sizes: tuple[int, int]) -> DimPart 
 
 def assign_parts(parts: Parts, sizes: Sequence[int]) -> list[Parts] | None:
     """Distribute the parts of a dim, such as batch and positions of a flattened dim, over the dims into which a reshape
-    splits it. Return a list with, for each new dim, the tuple of its parts. A part that does not grow may be divided
-    between two new dims. Return ``None`` if the parts, in order, do not give the new sizes, or if a part that grows
-    would be divided or left over.
+    splits it. Return a list with the tuple of parts of each new dim. A part that does not grow may be divided between
+    two new dims. Return ``None`` if the parts, in order, do not give the new sizes, or if a part that grows would be
+    divided or left over.
 
     ``parts``: the parts, outermost first; each has a size and may grow with the batch. ``sizes``: the sizes of the new
     dims.

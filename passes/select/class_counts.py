@@ -1,10 +1,10 @@
 """Rewrite ``torch.bincount`` and ``F.one_hot`` without a given number of classes to static shapes.
 
-In the model, the number of classes is one more than the largest class in the data, which a plan cannot know. If it is
-known to be at most ``E`` (the classes are indices of the largest of ``E`` scores, or of rows of a table with ``E``
-rows, or a size of ``E`` is required), the result has ``E`` entries, with a mask of the entries that the model has (see
-``passes/select/masked_rows.py``). If the model needs exactly ``E`` classes, because it multiplies the result by ``E``
-other values, there is no mask.
+In the model, the number of classes is one more than the largest class in the data, which a plan cannot know. It may be
+known to be at most ``E``: the classes are indices of the largest of ``E`` scores, or of rows of a table with ``E``
+rows, or a size of ``E`` is required. The result then has ``E`` entries, with a mask of the entries that the model has
+(see ``passes/select/masked_rows.py``). If the model needs exactly ``E`` classes, because it multiplies the result by
+``E`` other values, there is no mask.
 
 Requires: nodes of an exported program. Provides: operators with static shapes.
 """
@@ -53,9 +53,8 @@ _STATIC_OPERATORS: dict[Any, str] = {
 
 
 def count_classes(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
-    """Rewrite ``node``, a ``bincount`` or ``one_hot`` whose number of classes follows from the data, with a fixed
-    number of classes, and return the new node. Raise :class:`Unselectable` if no upper bound of the class numbers is
-    known.
+    """Rewrite ``node``, a ``bincount`` or ``one_hot`` whose number of classes depends on the data, with a fixed number
+    of classes, and return the new node. Raise :class:`Unselectable` if no upper bound of the class numbers is known.
 
     Args:
         build: the rewriter, which appends operators to the new graph.
@@ -70,8 +69,8 @@ def count_classes(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) ->
 
 def _append_one_hot(build: SelectedRows, node: fx.Node, numbers: fx.Node) -> fx.Node:
     """Append a ``one_hot`` of the class numbers ``numbers`` with a fixed number of classes to the new graph, and return
-    its node. If the original model takes the number of classes from the data, the result has a column for each class
-    that is possible, and a mask of the columns that the model has is recorded in ``build``. Raise :class:`Unselectable`
+    its node. If the number of classes depends on the data in the original model, the result has a column for each
+    possible class, and a mask of the columns that the model has is recorded in ``build``. Raise :class:`Unselectable`
     if no upper bound of the class numbers is known.
 
     ``build``: the rewriter, which appends operators to the new graph. ``node``: the call in the original graph.
@@ -91,8 +90,8 @@ def _count_occurrences(
     build: SelectedRows, node: fx.Node, numbers: fx.Node, weights: fx.Node | None = None, minlength: int = 0
 ) -> fx.Node:
     """Append operators to the new graph that count how often each class occurs in ``numbers``, as ``bincount`` does,
-    and return the node of the counts. If the original model takes the number of classes from the data, the result has a
-    count for each class that is possible, and a mask of the counts that the model has is recorded in ``build``.
+    and return the node of the counts. If the number of classes depends on the data in the original model, the result
+    has a count for each possible class, and a mask of the counts that the model has is recorded in ``build``.
 
     ``build``: the rewriter, which appends operators to the new graph. ``node``: the call in the original graph.
     ``numbers``: the class number of each element. ``weights``: the amount that each element adds to the count of its
@@ -124,9 +123,9 @@ def _count_occurrences(
 
 
 def _append_present_class_mask(build: SelectedRows, numbers: fx.Node, bound: int | None, minimum: int) -> fx.Node:
-    """Append a boolean mask ``[bound]`` to the new graph, which is true for the classes that ``bincount`` or
-    ``one_hot`` returns in the original model, and return its node. The model's operator returns the classes from 0 to
-    the largest class in its input, and at least the first ``minimum`` ones.
+    """Append a boolean mask ``[bound]`` to the new graph and return its node. The mask is true for the classes that
+    ``bincount`` or ``one_hot`` returns in the original model: the classes from 0 to the largest class in its input, and
+    at least the first ``minimum`` ones.
 
     Args:
         build: the rewriter, which appends operators to the new graph.
@@ -143,11 +142,12 @@ def _append_present_class_mask(build: SelectedRows, numbers: fx.Node, bound: int
 
 
 def _record_class_mask(build: SelectedRows, node: fx.Node, mask: fx.Node) -> fx.Node:
-    """Record in ``build.rows`` that the last dim of ``node`` has, in the original model, only the classes for which
-    ``mask`` is true, and return ``node``. Raise :class:`Unselectable` if another mask is already recorded for ``node``.
+    """Record in ``build.rows`` that, of the classes along the last dim of ``node``, the original model has only those
+    for which ``mask`` is true. Return ``node``. Raise :class:`Unselectable` if another mask is already recorded for
+    ``node``.
 
-    ``build``: the rewriter. ``node``: the node of counts or of one-hot vectors, with all classes that there can be.
-    ``mask``: a boolean node with an element for each of these classes.
+    ``build``: the rewriter. ``node``: the node of counts or of one-hot vectors of all possible classes. ``mask``: a
+    boolean node with an element for each of these classes.
     """
     if node in build.rows:  # another mask selects rows of this tensor already
         raise Unselectable
@@ -166,8 +166,7 @@ def _get_fixed_size(node: fx.Node) -> int | None:
 
 def _reads_first_counts(user: fx.Node, maximum: int) -> bool:
     """Return whether the operator ``user``, which reads the counts of a ``bincount``, needs at most the first
-    ``maximum`` of them. This is so if it is a slice of at most the first ``maximum`` counts, or if it only serves to
-    assert how many counts there are."""
+    ``maximum`` counts: it slices at most these, or it only serves to assert how many counts there are."""
     if user.target is not aten.slice.Tensor:
         return _is_only_for_assertions(user)
     end = get_node_argument(user, "end")
@@ -180,8 +179,7 @@ def _reads_first_counts(user: fx.Node, maximum: int) -> bool:
 
 
 def _is_only_for_assertions(node: fx.Node) -> bool:
-    """Return whether ``node`` is an assertion, or computes a Python number that only assertions read, so that
-    nothing else needs it."""
+    """Return whether ``node`` is an assertion, or computes a Python number that only assertions read."""
     if isinstance(node.meta.get("val"), Tensor):
         return False
     return node.target in ASSERTS or all(_is_only_for_assertions(user) for user in node.users)
@@ -204,15 +202,15 @@ _TAKING = (
 
 
 def find_upper_bound(node: Any) -> int | None:
-    """Return an integer that is greater than all elements of ``node`` (an integer tensor of the graph, or a number);
-    ``None`` if no such bound is known."""
+    """Return an integer that is greater than all elements of ``node``, which is an integer tensor of the graph or a
+    number. Return ``None`` if no such bound is known."""
     found = [b for b in (_bound_by_origin(node), _bound_by_use(node)) if b is not None]
     return min(found) if found else None
 
 
 def _bound_by_origin(node: Any) -> int | None:
-    """Return an integer that is greater than all elements of ``node`` (an integer tensor of the graph, or a number),
-    found from the operators that compute it; ``None`` if no such bound is known."""
+    """Return an integer that is greater than all elements of ``node`` (an integer tensor of the graph, or a number), as
+    follows from the operators that compute ``node``. Return ``None`` if no such bound is known."""
     if not isinstance(node, fx.Node):
         return node + 1 if isinstance(node, int) and not isinstance(node, bool) else None
     value = node.meta.get("val")
@@ -232,21 +230,22 @@ def _bound_by_origin(node: Any) -> int | None:
 
 
 def _find_common_bound(*given: Any) -> int | None:
-    """Return an integer that is greater than all elements of all ``given`` nodes and numbers; ``None`` if no such
-    bound is known for one of them."""
+    """Return an integer that is greater than all elements of all nodes and numbers in ``given``. Return ``None`` if no
+    such bound is known for one of them."""
     found = [_bound_by_origin(g) for g in given]
     return None if any(b is None for b in found) else max(b for b in found if b is not None)
 
 
 def _bound_by_smaller_operand(node: fx.Node) -> int | None:
-    """Return an integer that is greater than all results of ``node``, an operator such as ``minimum`` whose results
-    exceed neither of its first two operands. It is the smaller known bound of the two; ``None`` if neither has one."""
+    """Return an integer that is greater than all elements of ``node``, an operator such as ``minimum`` whose result
+    exceeds neither of its first two operands. It is the smaller one of the operands' known bounds; ``None`` if neither
+    is known."""
     found = [b for b in map(_bound_by_origin, node.args[:2]) if b is not None]
     return min(found) if found else None
 
 
 def _bound_clamped_numbers(node: fx.Node) -> int | None:
-    """Return an integer that is greater than all results of the clamp ``node``; ``None`` if no such bound is known."""
+    """Return an integer that is greater than all elements of the clamp ``node``; ``None`` if no such bound is known."""
     maximum, inner = get_node_argument(node, "max"), _bound_by_origin(node.args[0])
     own = maximum + 1 if isinstance(maximum, int) else None
     found = [b for b in (own, inner) if b is not None]
@@ -258,16 +257,14 @@ def _bound_clamped_numbers(node: fx.Node) -> int | None:
 
 
 def _bound_remainders(node: fx.Node) -> int | None:
-    """Return the divisor of the remainder ``node``, which is greater than all its results, if it is a positive integer;
-    otherwise ``None``.
-    """
+    """Return the divisor of the remainder ``node``, which is greater than all elements of the result, if the divisor is
+    a positive integer. Otherwise return ``None``."""
     divisor = node.args[1]
     return divisor if isinstance(divisor, int) and divisor > 0 else None
 
 
 def _find_sum_bound(node: fx.Node) -> int | None:
-    """Return an integer that is greater than all results of the addition ``node``; ``None`` if no such bound is
-    known."""
+    """Return an integer greater than all elements of the addition ``node``; ``None`` if no such bound is known."""
     first, second = map(_bound_by_origin, node.args[:2])
     plain = not node.kwargs and len(node.args) == 2
     return first + second - 1 if plain and first is not None and second is not None else None
@@ -282,9 +279,8 @@ def _compute_arange_bound(node: fx.Node) -> int | None:
 
 
 def _bound_bucket_indices(node: fx.Node) -> int | None:
-    """Return the number of buckets of a ``bucketize`` or ``searchsorted`` node, which is greater than all its results;
-    ``None`` if it is not fixed.
-    """
+    """Return the number of buckets of the ``bucketize`` or ``searchsorted`` ``node``, which is greater than all
+    elements of its result; ``None`` if the number depends on the data."""
     edges: Any = node.args[1] if node.target is aten.bucketize.Tensor else node.args[0]
     size = edges.meta["val"].shape[-1]
     return size + 1 if isinstance(size, int) else None
@@ -321,9 +317,9 @@ _BOUNDS: dict[Any, Callable[[fx.Node], int | None]] = {
 
 
 def _bound_by_use(node: Any) -> int | None:
-    """Return an integer that is greater than all elements of ``node``, found from operators that use the same
-    numbers as indices; ``None`` if there are no such operators. Torch rejects an index that is out of range, so the
-    size of the indexed dim is a bound."""
+    """Return an integer that is greater than all elements of ``node``, as follows from operators that use the same
+    numbers as indices: torch raises an error for an index that is out of range, so the size of the indexed dim is a
+    bound. Return ``None`` if there are no such operators."""
     if not isinstance(node, fx.Node):
         return None
     key = ValueNumbers()
@@ -340,20 +336,17 @@ def _bound_by_use(node: Any) -> int | None:
 
 
 def _find_number_source(node: fx.Node) -> fx.Node:
-    """Return the node from which ``node`` is computed by reshapes, permutations, copies and casts alone, so that it
-    has the same numbers; ``node`` itself if there is none."""
+    """Return the node from which ``node`` is computed only by reshapes, permutations, copies and casts, so that both
+    have the same numbers. Return ``node`` itself if it is computed in another way."""
     while node.target in _PASSING:
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def _read_as_places(reader: fx.Node) -> list[tuple[Any, Any]]:
-    """Return a list of the operands that the operator ``reader`` uses as indices, each as (operand, size of the dim
-    that it indexes). An index must be in range, so this size is an upper bound of the operand's numbers. The size is
-    ``None`` if it is not known.
-
-    Class numbers of a classification loss count as indices of its scores.
-    """
+    """Return a list of the operands that the operator ``reader`` uses as indices, each as (operand, size of the indexed
+    dim). The size is an upper bound of the operand's numbers, because an index must be in range; it is ``None`` if it
+    is not known. The class numbers of a classification loss count as indices of its scores."""
     args: Any = reader.args
     if reader.target in _CLASSIFYING:
         scores, classes = args[0].meta["val"], args[1]

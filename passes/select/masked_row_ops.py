@@ -1,7 +1,7 @@
 """Rewrite operators that select rows by index or write rows back, so that they keep all rows together with a mask.
 
-Functions get the rewriter ``build`` (:class:`SelectedRows` of ``passes/select/masked_rows.py``) and append operators to
-its graph. Requires: nodes of an exported program. Provides: operators with static shapes.
+Each function takes the rewriter ``build`` (:class:`SelectedRows` of ``passes/select/masked_rows.py``) and appends
+operators to its graph. Requires: nodes of an exported program. Provides: operators with static shapes.
 """
 
 from __future__ import annotations
@@ -62,12 +62,13 @@ class MaskedRows:
 
 @dataclass(frozen=True)
 class MaskCoordinate:
-    """Describes a node of the rewritten graph that takes the place of one result of ``torch.where(condition)``, the
-    indices of true elements along one dim. To keep shapes static, the node has an index for every element of
-    ``condition``, true or not, and ``mask`` says which of them the original model has.
+    """Describes a node of the rewritten graph that replaces one result of ``torch.where(condition)``, the indices of
+    true elements along one dim. To keep shapes static, the node has an index for every element of ``condition``, true
+    or not.
 
-    ``mask``: ``condition``, flattened. ``dim``: the dim of ``condition`` of which the node has the indices. ``shape``:
-    the shape of ``condition``. ``condition``: a boolean node.
+    ``mask``: ``condition``, flattened; it is true for the indices that the original model has. ``dim``: the dim of
+    ``condition`` along which the indices are taken. ``shape``: the shape of ``condition``. ``condition``: a boolean
+    node.
     """
 
     mask: fx.Node
@@ -78,8 +79,8 @@ class MaskCoordinate:
 
 @dataclass(frozen=True)
 class MaskedRowCount:
-    """Stands for the size of a dim that is the number of rows that ``mask`` selects in the original model, and so
-    depends on the data. It may be an argument of operators of the rewritten graph. There, all rows are kept, and
+    """Stands for the size of a dim that, in the original model, is the number of rows that ``mask`` selects, and so
+    depends on the data. It may be an argument of operators of the rewritten graph, in which all rows are kept:
     ``int()`` of this object is the number of all rows. ``mask``: a boolean node with an element for each row."""
 
     mask: fx.Node
@@ -89,18 +90,18 @@ class MaskedRowCount:
 
 
 class Unselectable(Exception):
-    """Raised if an operator on rows that a mask selects cannot be rewritten for all rows and the mask, so that
-    shapes are static. The text, if there is one, says why, and what to write instead."""
+    """Raised if an operator on rows that a mask selects cannot be rewritten to static shapes, that is, to an operator
+    on all rows and the mask. The text, if there is one, says why, and what to write instead."""
 
 
 def rewrite_mask_indices(build: SelectedRows, condition: fx.Node, as_tuple: bool = True) -> Any:
     """Rewrite ``torch.where(condition)`` or ``nonzero`` with static shapes. Return nodes with the coordinates of all
-    elements of ``condition``, true or not, and record in ``build`` that the original model has only those of the true
-    ones.
+    elements of ``condition``, true or not, and record in ``build`` that the original model has only the coordinates of
+    true elements.
 
-    ``build``: the rewriter, which appends operators to the new graph. ``as_tuple``: whether to return a tuple with
-    one node for each dim; otherwise return one node, ``[elements, dims]``. Raise :class:`Unselectable` if
-    ``condition`` consists of rows that another mask selects, or has no dims.
+    ``build``: the rewriter, which appends operators to the new graph. ``as_tuple``: if true, return a tuple with one
+    node for each dim; if false, return one node ``[elements, dims]``. Raise :class:`Unselectable` if ``condition``
+    consists of rows that another mask selects, or has no dims.
     """
     if condition in build.rows or not condition.meta["val"].dim():
         raise Unselectable
@@ -118,10 +119,10 @@ def rewrite_mask_indices(build: SelectedRows, condition: fx.Node, as_tuple: bool
 
 def _build_mask_coordinates(build: SelectedRows, condition: fx.Node, mask: fx.Node) -> list[fx.Node]:
     """Append one node for each dim of ``condition`` to the new graph, with the index of every element along this dim,
-    in row-major order. Return the nodes, which take the place of the results of ``torch.where(condition)``.
-
-    ``build``: the rewriter, which appends operators to the new graph. ``mask``: ``condition``, flattened. ``build``
+    in row-major order. Return a list of the nodes, which replace the results of ``torch.where(condition)``. ``build``
     records that the original model has only the entries for which ``mask`` is true.
+
+    ``build``: the rewriter, which appends operators to the new graph. ``mask``: ``condition``, flattened.
     """
     shape = tuple(condition.meta["val"].shape)
     inner = number = int(mask.meta["val"].shape[0])
@@ -138,15 +139,15 @@ def _build_mask_coordinates(build: SelectedRows, condition: fx.Node, mask: fx.No
 
 
 def _build_choice_coordinates(build: SelectedRows, condition: fx.Node) -> list[fx.Node]:
-    """Append nodes to the new graph that take the place of the results of ``torch.where(condition)``. ``condition``
-    must test, for each token and each of its k choices, whether the router of a mixture of experts chose a given
-    expert. Return one node for each dim of ``condition``, with the index of every entry, true or not. Entries are
-    ordered so that the k choices of a token are adjacent, also if ``condition`` is transposed; they can then be sharded
-    by tokens. Return an empty list if ``condition`` is not such a test, or has this order already.
+    """Append nodes to the new graph that replace the results of ``torch.where(condition)``. ``condition`` must test,
+    for each token and each of its k choices, whether the router of a mixture of experts chose a given expert. Return
+    one node for each dim of ``condition``, with the index of every entry, true or not. Entries are ordered so that the
+    k choices of a token are adjacent, even if ``condition`` is transposed; they can then be sharded by tokens. Return
+    an empty list if ``condition`` is not such a test, or has this order already.
 
-    If ``condition`` only tests whether any of a token's k choices is the expert, there are k entries for a token, too.
-    A token's choices are distinct, so at most one of them is true. ``build``: the rewriter, which appends operators to
-    the new graph and records the mask of the entries that the original model has.
+    ``condition`` may also test whether any of a token's k choices is the expert. There are k entries for a token in
+    this case, too, of which at most one is true, because a token's choices are distinct. ``build``: the rewriter, which
+    appends operators to the new graph and records the mask of the entries that the original model has.
     """
     found, along = match_any_equality(condition), list[int]()
     if found is not None:
@@ -171,9 +172,9 @@ def _build_choice_coordinates(build: SelectedRows, condition: fx.Node) -> list[f
 
 
 def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
-    """Rewrite ``x[indices]``, where a boolean mask, or coordinates of its true elements, select rows, with static
-    shapes. Return a node that keeps all rows, and record the mask for it in ``build.rows``. Return ``None`` if no mask
-    selects rows.
+    """Rewrite ``x[indices]`` with static shapes, where rows are selected by a boolean mask or by the coordinates of its
+    true elements. Return a node that keeps all rows, and record the mask for it in ``build.rows``. Return ``None`` if
+    no mask selects rows.
 
     ``build``: the rewriter, which appends operators to the new graph. ``indices``: for each dim of ``x``, a node, or
     ``None`` for a dim without an index. Raise :class:`Unselectable` if there is no form that keeps all rows.
@@ -215,13 +216,13 @@ def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
 
 
 def _index_selected_rows(build: SelectedRows, x: fx.Node, given: list[tuple[int, fx.Node]]) -> fx.Node:
-    """Rewrite an index into ``x`` with static shapes, where ``x`` keeps all rows of which the original model selects
-    some by a mask. The index is ``x[mask2]``, with a mask of the selected rows, or ``x[arange(rows), columns]``, which
-    takes one element of dim 1 for each row. Return a node that keeps all rows, and record the mask for it in
-    ``build.rows``.
+    """Rewrite an index into ``x`` with static shapes, where ``x`` keeps all rows, although the original model selects
+    some of them by a mask. The index is ``x[mask2]``, with a mask of the selected rows, or ``x[arange(rows),
+    columns]``, which takes one element of dim 1 for each row. Return a node that keeps all rows, and record the mask
+    for it in ``build.rows``.
 
-    ``build``: the rewriter, which appends operators to the new graph. ``given``: the indices, each as (dim of ``x``
-    that it indexes, its node). Raise :class:`Unselectable` for other indices.
+    ``build``: the rewriter, which appends operators to the new graph. ``given``: the indices, each as (indexed dim of
+    ``x``, node of the index). Raise :class:`Unselectable` for other indices.
     """
     rows = build.rows[x]
     dim, index = given[0]
@@ -244,8 +245,8 @@ def _index_selected_rows(build: SelectedRows, x: fx.Node, given: list[tuple[int,
 
 
 def _index_by_mask_and_values(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
-    """Rewrite ``x[mask, numbers[mask]]``, which indexes ``x`` by a mask and by values that the same mask selects, with
-    static shapes. Return a node that keeps all rows, and record the mask for it in ``build.rows``.
+    """Rewrite ``x[mask, numbers[mask]]``, an index by a mask and by values that the same mask selects, with static
+    shapes. Return a node that keeps all rows, and record the mask for it in ``build.rows``.
 
     ``build``: the rewriter, which appends operators to the new graph. ``indices``: for each dim of ``x``, a node, or
     ``None`` for a dim without an index. Raise :class:`Unselectable` for other indices.
@@ -282,9 +283,9 @@ def take_where(build: SelectedRows, x: fx.Node, mask: fx.Node) -> Any:
 
 def rewrite_index_select(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node) -> Any:
     """Rewrite ``index_select(x, dim, index)`` with static shapes, where ``index`` has coordinates of the true elements
-    of a mask. Return a node that keeps all rows, and record the mask for it in ``build.rows``. Return ``None`` if no
-    such rewrite is needed, or if ``x`` itself consists of rows that a mask selects; the operator is then rewritten by
-    its sharding rule.
+    of a mask. Return a node that keeps all rows, and record the mask for it in ``build.rows``. If no such rewrite is
+    needed, or if ``x`` itself consists of rows that a mask selects, return ``None``: the caller then uses the
+    operator's sharding rule.
 
     ``build``: the rewriter, which appends operators to the new graph.
     """
@@ -295,8 +296,8 @@ def rewrite_index_select(build: SelectedRows, x: fx.Node, dim: int, index: fx.No
 
 def rewrite_index_copy(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, values: Any) -> Any:
     """Rewrite ``index_copy``, or ``index_fill`` with one number, with static shapes, where a mask selects the rows that
-    are written. Return the new node. Return ``None`` if ``index`` is not a vector or ``x`` has no dims; the operator is
-    then rewritten by its sharding rule. Raise :class:`Unselectable` if there is no form with static shapes.
+    are written. Return the new node. If ``index`` is not a vector or ``x`` has no dims, return ``None``: the caller
+    then uses the operator's sharding rule. Raise :class:`Unselectable` if there is no form with static shapes.
 
     Args:
         build: the rewriter, which appends operators to the new graph.
@@ -322,9 +323,8 @@ def rewrite_index_copy(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node
 
 
 def _guard_indices(build: SelectedRows, indices: Any) -> list[Any]:
-    """Return ``indices``, index nodes or ``None``, with 0 in place of those entries of an index that belong to rows
-    which a mask does not select in the original model. Every entry is then in range. Indices without a mask are
-    unchanged.
+    """Return ``indices``, index nodes or ``None``, with 0 in place of the entries of rows that a mask does not select
+    in the original model, so that every entry is in range. Indices without a mask are unchanged.
 
     ``build``: the rewriter, which appends operators to the new graph and knows the masks.
     """
@@ -334,13 +334,13 @@ def _guard_indices(build: SelectedRows, indices: Any) -> list[Any]:
 def _match_mask_coordinates(
     build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node]
 ) -> tuple[tuple[int, ...], list[int]]:
-    """Return two values if ``indices`` are coordinates of the true elements of one mask: the shape of the mask, and for
-    each index the dim of the mask to which its coordinates belong. Return ``((), [])`` if they are not, or if these
-    dims have other sizes than the indexed dims of ``x``.
+    """If ``indices`` are coordinates of the true elements of one mask, return (shape of the mask, for each index the
+    dim of the mask to which its coordinates belong). Otherwise, or if these dims have other sizes than the indexed dims
+    of ``x``, return ``((), [])``.
 
-    Each element of the mask then belongs to one fixed position of ``x``, so that ``x[indices]`` needs no index
-    operator. ``build``: the rewriter, which knows which nodes are coordinates. ``first``: the dim of ``x`` at which
-    the indexed dims begin.
+    In the first case, each element of the mask belongs to one fixed position of ``x``, so that ``x[indices]`` needs no
+    index operator. ``build``: the rewriter, which knows which nodes are coordinates. ``first``: the dim of ``x`` at
+    which the indexed dims begin.
     """
     places = [build.places.get(i) for i in indices]
     known = [place for place in places if place is not None]
@@ -353,11 +353,11 @@ def _match_mask_coordinates(
 
 def _broadcast_to_mask(build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node]) -> fx.Node | None:
     """Append operators to the new graph that compute ``x[indices]`` by broadcasting ``x`` to one row for each element
-    of a mask, true or not, and return the node. Return ``None`` if ``indices`` are not coordinates of the true elements
+    of a mask, true or not, and return the node. Return ``None`` unless ``indices`` are coordinates of the true elements
     of one mask whose dims have the sizes of the indexed dims of ``x``.
 
-    ``build``: the rewriter, which appends operators to the new graph. ``first``: the dim of ``x`` at which the
-    indexed dims begin.
+    ``build``: the rewriter, which appends operators to the new graph. ``first``: the dim of ``x`` at which the indexed
+    dims begin.
     """
     covered, along = _match_mask_coordinates(build, x, first, indices)
     if not along:
@@ -374,12 +374,13 @@ def _broadcast_to_mask(build: SelectedRows, x: fx.Node, first: int, indices: lis
 
 
 def rewrite_index_put(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, accumulate: bool = False) -> Any:
-    """Rewrite ``x[indices] = values``, or ``+=`` with ``accumulate``, with static shapes, where a mask selects which
-    rows of ``x`` are written. ``values`` keeps all rows, of which the original model selects some by the same mask,
-    ``build.rows[values]``. Return the new node. Raise :class:`Unselectable` if there is no form with static shapes.
+    """Rewrite ``x[indices] = values`` with static shapes, where a mask selects which rows of ``x`` are written. If
+    ``accumulate`` is true, ``values`` is added to the rows instead. ``values`` keeps all rows, although the original
+    model selects some of them by the same mask, ``build.rows[values]``. Return the new node. Raise
+    :class:`Unselectable` if there is no form with static shapes.
 
-    ``build``: the rewriter, which appends operators to the new graph. ``indices``: for each dim of ``x``: ``None``
-    for a dim without an index, otherwise a boolean mask, or coordinates of its true elements.
+    ``build``: the rewriter, which appends operators to the new graph. ``indices``: for each dim of ``x``, ``None`` for
+    a dim without an index, otherwise a boolean mask or coordinates of its true elements.
     """
     given = [(d, i) for d, i in enumerate(indices) if i is not None]
     rows = build.rows.get(values)
@@ -427,12 +428,12 @@ def rewrite_index_put(build: SelectedRows, x: fx.Node, indices: Any, values: fx.
 
 
 def add_rows(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: fx.Node, **kwargs: Any) -> Any:
-    """Rewrite ``index_add(x, dim, index, source)`` with static shapes. ``index`` and ``source`` keep all rows, of which
-    the original model selects some by one mask, recorded for both in ``build.rows``. Return the new node, in which rows
-    that the mask does not select add nothing. Raise :class:`Unselectable` if the two have no common mask.
+    """Rewrite ``index_add(x, dim, index, source)`` with static shapes. ``index`` and ``source`` keep all rows, although
+    the original model selects some of them by one mask, recorded for both in ``build.rows``. Return the new node, in
+    which rows that the mask does not select add nothing. Raise :class:`Unselectable` if ``index`` and ``source`` have
+    no common mask.
 
-    ``build``: the rewriter, which appends operators to the new graph. ``kwargs``: further arguments of
-    ``index_add``.
+    ``build``: the rewriter, which appends operators to the new graph. ``kwargs``: further arguments of ``index_add``.
     """
     if x in build.rows or build.find_common_rows(index).mask is not build.find_common_rows(source).mask:
         raise Unselectable
@@ -465,8 +466,8 @@ def _scatter_sum_rows(
         first: the dim of ``x`` at which the indexed dims begin.
         indices: coordinates of the true elements of a mask, with an entry for every element, true or not.
         source: the rows to sum.
-        chosen: whether the caller reads only positions to which a selected row points. Positions to which no selected
-            row points may then have any value.
+        chosen: whether the caller reads only positions to which a selected row points. If so, other positions may have
+            any value.
     """
     covered, along = _match_mask_coordinates(build, x, first, indices)
     sizes = list(source.meta["val"].shape)
@@ -486,12 +487,12 @@ def _permute_coordinates(
     build: SelectedRows, value: fx.Node, first: int, along: list[int], *, back: bool = False
 ) -> fx.Node:
     """Append a permutation of the dims of ``value`` from ``first`` on to the new graph, and return its node. These dims
-    stand for the dims of a mask, in ascending order of their indices; the result has them in the order ``along``. If
-    ``along`` is ascending, return ``value`` itself.
+    correspond to dims of a mask, in ascending order; the result has them in the order ``along``. If ``along`` is
+    ascending, return ``value`` itself.
 
     ``build``: the rewriter, which appends operators to the new graph. ``along``: the indices of the mask's dims in the
-    wanted order, such as ``[1, 0]`` for a mask that was transposed. ``back``: whether to permute from the order
-    ``along`` to the ascending order instead.
+    wanted order, such as ``[1, 0]`` for a mask that was transposed. ``back``: if true, the permutation is from the
+    order ``along`` to the ascending order instead.
     """
     if along == sorted(along):
         return value
@@ -549,8 +550,8 @@ def _selects_at_most_one(condition: fx.Node, dim: int) -> bool:
 
 
 def _find_other_addend(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: fx.Node) -> fx.Node | None:
-    """Return the node ``b`` if ``values`` is computed as ``x[indices] + b``; ``None`` if it is not. Writing ``values``
-    to ``x[indices]`` is then the same as adding ``b`` to ``x`` there.
+    """If ``values`` is computed as ``x[indices] + b``, return the node ``b``; otherwise return ``None``. Writing
+    ``values`` to ``x[indices]`` is the same as adding ``b`` to ``x`` there.
 
     ``build``: the rewriter, which knows which nodes are ``x[indices]``.
     """

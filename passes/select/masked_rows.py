@@ -1,10 +1,10 @@
 """Rewrite operators on rows that a mask selects so that shapes are static: all rows are kept, together with the mask.
 
-``x[mask]``, ``torch.where(mask)`` and ``mask.nonzero()`` have as many rows as ``mask`` has true elements, and
-``x.split(counts)`` has parts of counted sizes. A plan cannot know these numbers. The rewrite keeps every row, and
-remembers the mask. Operators that work on each row by itself (according to their factor rules in ``passes/rules``) run
-on all rows. Operators that add rows up, count them or write them back skip the rows that the mask does not select. The
-result is equal, at the cost of computing all rows.
+``x[mask]``, ``torch.where(mask)`` and ``mask.nonzero()`` have as many rows as ``mask`` has true elements, and the parts
+of ``x.split(counts)`` have sizes that are computed from data. A plan cannot know these numbers. The rewrite keeps every
+row, and records the mask. Operators that compute each row by itself (according to their factor rules in
+``passes/rules``) run on all rows. Operators that add rows up, count them or write them back skip the rows that the mask
+does not select. The result is equal, at the cost of computing all rows.
 
 Requires: nodes of an exported program, in order. Provides: equivalent operators with static shapes.
 """
@@ -55,9 +55,10 @@ aten = torch.ops.aten
 
 
 def _scatter_add(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> Any:
-    """Rewrite ``scatter_add(x, dim, index, source)`` with static shapes. ``index`` and ``source`` keep all rows, of
-    which the original model selects some by one mask, recorded for both in ``build.rows``. Rows that it does not select
-    add zero at index 0. Return the new node. Raise :class:`Unselectable` if the two have no common mask along ``dim``.
+    """Rewrite ``scatter_add(x, dim, index, source)`` with static shapes. ``index`` and ``source`` keep all rows,
+    although the original model selects some of them by one mask, recorded for both in ``build.rows``. Rows that the
+    mask does not select add zero at index 0. Return the new node. Raise :class:`Unselectable` if ``index`` and
+    ``source`` have no common mask along ``dim``.
 
     ``build``: the rewriter, which appends operators to the new graph.
     """
@@ -69,10 +70,10 @@ def _scatter_add(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, sour
 
 
 def _rewrite_masked_scatter(build: SelectedRows, x: fx.Node, mask: fx.Node, source: fx.Node) -> Any:
-    """Rewrite ``masked_scatter(x, mask, source)`` with static shapes. ``source`` keeps all rows, of which the original
-    model selects some by another mask, ``build.rows[source]``. The operator takes rows of ``source`` in order, so the
-    selected rows are sorted to the front. Return the new node. Raise :class:`Unselectable` if no mask along dim 0 is
-    recorded for ``source``, or if one is recorded for ``x`` or ``mask``.
+    """Rewrite ``masked_scatter(x, mask, source)`` with static shapes, and return the new node. ``source`` keeps all
+    rows, although the original model selects some of them by another mask, ``build.rows[source]``. The operator takes
+    rows of ``source`` in order, so the selected rows are sorted to the front. Raise :class:`Unselectable` if no mask
+    along dim 0 is recorded for ``source``, or if one is recorded for ``x`` or ``mask``.
 
     ``build``: the rewriter, which appends operators to the new graph.
     """
@@ -88,11 +89,11 @@ def _rewrite_masked_scatter(build: SelectedRows, x: fx.Node, mask: fx.Node, sour
 
 
 def _split_by_counts(build: SelectedRows, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
-    """Rewrite a split of ``x`` along ``dim`` into pieces of data-dependent sizes with static shapes. Return a tuple of
-    nodes, one for each piece. Each keeps all rows of ``x``, with a mask of the rows of this piece, which is computed
-    from the running sum of the sizes and recorded in ``build.rows``.
+    """Rewrite a split of ``x`` along ``dim`` into pieces of data-dependent sizes with static shapes. Return a tuple
+    with a node for each piece. Each node keeps all rows of ``x``. The mask of the rows of its piece is computed from
+    the running sum of the sizes, and recorded in ``build.rows``.
 
-    ``build``: the rewriter, which appends operators to the new graph. ``sizes``: the size of each piece, a node of
+    ``build``: the rewriter, which appends operators to the new graph. ``sizes``: the sizes of the pieces, as nodes of
     ``item()``. Raise :class:`Unselectable` for other sizes.
     """
     counts = [size.args[0] for size in sizes if isinstance(size, fx.Node) and size.target in ITEMS]
@@ -120,9 +121,9 @@ def _split_by_counts(build: SelectedRows, x: fx.Node, sizes: Any, dim: int = 0) 
 
 
 def _concatenate_parts(build: SelectedRows, parts: Any, dim: int = 0) -> Any:
-    """Rewrite a ``cat`` of ``parts`` along ``dim`` with static shapes, if the original model selects rows along ``dim``
-    of some of them by masks. Such a part keeps all rows, with its mask in ``build.rows``, and so does the result.
-    Return the new node; ``None`` if the plain operator can be used.
+    """Rewrite a ``cat`` of ``parts`` along ``dim`` with static shapes, if the original model selects rows of some parts
+    along ``dim`` by masks. Such a part keeps all rows, with its mask in ``build.rows``; so does the result. Return the
+    new node. If the plain operator can be used, return ``None``.
 
     ``build``: the rewriter, which appends operators to the new graph.
     """
@@ -134,12 +135,12 @@ def _concatenate_parts(build: SelectedRows, parts: Any, dim: int = 0) -> Any:
 
 
 def _join_pieces(build: SelectedRows, parts: Any, rows: list[MaskedRows | None]) -> fx.Node | None:
-    """Return a node of the concatenation of ``parts`` if they are all pieces of one data-dependent split, in order;
-    ``None`` if they are not. Each piece keeps all rows of the split tensor, with a mask of the piece's rows. The
-    concatenation takes each row from the piece that it belongs to, by one ``where`` for each piece.
+    """If ``parts`` are all pieces of one data-dependent split, in order, return a node of their concatenation;
+    otherwise return ``None``. Each piece keeps all rows of the split tensor, with a mask of the piece's rows. The
+    concatenation takes each row from the piece to which it belongs, by one ``where`` for each piece.
 
-    ``build``: the rewriter, which appends operators to the new graph. ``rows``: the mask of each part; ``None`` for
-    a part without one.
+    ``build``: the rewriter, which appends operators to the new graph. ``rows``: the mask of each part; ``None`` for a
+    part without one.
     """
     cut = [build.pieces.get(r.mask) for r in rows if r is not None]
     if not cut or len(cut) != len(parts) or cut[0] is None:
@@ -153,9 +154,9 @@ def _join_pieces(build: SelectedRows, parts: Any, rows: list[MaskedRows | None])
 
 
 def _concatenate_rows(build: SelectedRows, parts: Any, dim: int) -> fx.Node:
-    """Concatenate the tensors ``parts`` along ``dim``, their dim of rows, and concatenate their masks. Return the new
-    node, for which the joined mask is recorded in ``build.rows``. Each part keeps all rows, of which the original model
-    selects those for which its mask is true; a part without a mask is selected as a whole.
+    """Concatenate the tensors ``parts`` along ``dim``, their dim of rows, and their masks. Return the new node, for
+    which the joined mask is recorded in ``build.rows``. Each part keeps all rows, although the original model selects
+    only those for which its mask is true; a part without a mask is selected as a whole.
 
     If all parts have the same size, their rows are interleaved, so that the rows of one sample of the batch stay
     together.
@@ -199,16 +200,16 @@ def _get_row_mask(build: SelectedRows, part: fx.Node, size: int) -> fx.Node:
 
 
 def _make_reshape_rule(target: Any) -> Callable[..., Any]:
-    """Return a function that rewrites the reshape operator ``target`` of a tensor that keeps all rows, of which the
-    original model selects some by a mask. The function handles reshapes that merge the dim of rows with other dims,
-    or split it, by reshaping the mask, too."""
+    """Return a function that rewrites the reshape operator ``target`` of a tensor that keeps all rows, although the
+    original model selects some of them by a mask. If the reshape merges the dim of rows with other dims, or splits it,
+    the function also reshapes the mask."""
 
     def rule(build: SelectedRows, x: fx.Node, *args: Any) -> Any:
-        """Append a reshape of ``x`` to the new graph and return its node, after recording in ``build.rows`` the mask of
-        rows and the dim of rows of the result. Raise :class:`Unselectable` if no dim of the result is a dim of rows.
+        """Append a reshape of ``x`` to the new graph and return its node. Before that, record the mask and the dim of
+        rows of the result in ``build.rows``. Raise :class:`Unselectable` if no dim of the result is a dim of rows.
 
-        ``build``: the rewriter. ``x``: a tensor that keeps all rows, of which the original model selects some by the
-        mask ``build.rows[x]``. ``args``: the further arguments of the reshape.
+        ``build``: the rewriter. ``x``: a tensor that keeps all rows, although the original model selects some of them
+        by the mask ``build.rows[x]``. ``args``: the further arguments of the reshape.
         """
         try:
             return build.apply_by_sharding_rule(target, (x, *args), {})
@@ -293,14 +294,14 @@ class SelectedRows:
     mask selects, so that shapes are static: a copied tensor keeps all rows, and the mask of the rows that the original
     model selects is recorded.
 
-    ``rows``: each such tensor of the new graph -> its mask and its dim of rows. ``places``: node of the new graph that
-    replaces a result of ``torch.where(mask)`` -> of which mask and dim it has the indices. ``key``: a function that
-    returns equal integers for nodes that compute the same value.
+    ``rows``: node of such a tensor in the new graph -> its mask and its dim of rows. ``places``: node of the new graph
+    that replaces a result of ``torch.where(mask)`` -> the mask and the dim whose indices the node has. ``key``: a
+    function that returns equal integers for nodes that compute the same value.
     """
 
     def __init__(self, graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
-        """Start without any masks. ``graph``: the new graph, to which operators are appended. ``nodes``: the nodes
-        that will be copied into it; they tell whether some operator depends on the order of selected rows."""
+        """Start without any masks. ``graph``: the new graph, to which operators are appended. ``nodes``: the nodes that
+        will be copied into it; if one of them depends on the order of selected rows, this order is kept."""
         self.graph = graph
         # whether an operator depends on the order of selected rows
         self.in_order = any(_reads_in_order(n) for n in nodes)
@@ -322,8 +323,8 @@ class SelectedRows:
         self._where: dict[str, Any] = {}
 
     def concerns_node(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
-        """Return whether ``node`` must be rewritten: its result has a data-dependent size, as after a selection by a
-        mask, or it reads rows that a mask selects, or a number that the model computes from the data.
+        """Return whether ``node`` must be rewritten: the size of its result depends on the data, as after a selection
+        by a mask, or it reads rows that a mask selects, or it reads a number that the model computes from the data.
 
         ``env``: original node -> its copy in the new graph.
         """
@@ -334,8 +335,8 @@ class SelectedRows:
         )
 
     def reads_rows(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
-        """Return whether ``node`` works on selected rows: it selects rows by a mask, reads rows that a mask selects, or
-        reads the number of such rows. A number that the model takes out of a tensor by ``item()`` does not count.
+        """Return whether ``node`` selects rows by a mask, reads rows that a mask selects, or reads the number of such
+        rows. A number that the model takes out of a tensor by ``item()`` does not count.
 
         ``env``: original node -> its copy in the new graph.
         """
@@ -345,14 +346,13 @@ class SelectedRows:
         )
 
     def copy_node(self, node: fx.Node, env: Mapping[fx.Node, Any], where: dict[str, Any]) -> Any:
-        """Append operators with static shapes to the new graph that compute what ``node`` computes, and return the
-        result that takes the place of its result: a node, a tuple of nodes, or a data-dependent number. An assertion is
-        left out, and ``None`` is returned for it. Raise :class:`Unselectable` if the operator has no form that keeps
-        all rows.
+        """Append operators with static shapes to the new graph that compute what ``node`` computes, and return their
+        result: a node, a tuple of nodes, or a data-dependent number. An assertion is left out, and ``None`` is
+        returned. Raise :class:`Unselectable` if the operator has no form that keeps all rows.
 
         Args:
             node: a node of the original graph.
-            env: original node -> the result that takes the place of its result.
+            env: original node -> the result that replaces its result in the new graph.
             where: metadata (module path, source line, module stack) of the new nodes.
         """
         self._where = where
@@ -389,10 +389,9 @@ class SelectedRows:
     def apply_operator(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """Append the operator ``target`` with ``args`` and ``kwargs`` to the new graph and return its result (a node or
         a tuple of nodes). Where the original model selects rows of an argument by a mask, the argument keeps all rows
-        here. There may be a rewrite for this operator with such arguments; it is used then. Otherwise the operator's
-        sharding rule must say that it works on each row by itself, or sums over rows. Raise :class:`Unselectable` if
-        neither is the case.
-        """
+        here. If there is a special rewrite for this operator with such arguments, it is used. Otherwise, according to
+        its sharding rule, the operator must compute each row by itself, or sum over rows. Raise :class:`Unselectable`
+        if neither is the case."""
         special = SPECIAL.get(target)
         if special is not None and (target in _SOURCES or any(n in self.rows for n in _collect_nodes((args, kwargs)))):
             result = special(self, *args, **kwargs)
@@ -401,9 +400,9 @@ class SelectedRows:
         return self.apply_by_sharding_rule(target, args, kwargs)
 
     def _copy_parts(self, parts: fx.Graph, operands: list[Any], where: dict[str, Any]) -> Any:
-        """Append the operators of the graph ``parts``, into which an operator decomposes, to the new graph, rewritten
-        with static shapes. Return the result that takes the place of the operator's result: a node, a tuple of nodes,
-        or a data-dependent number.
+        """Append the operators of ``parts``, the graph into which an operator decomposes, to the new graph, rewritten
+        with static shapes. Return the result that replaces the operator's result: a node, a tuple of nodes, or a
+        data-dependent number.
 
         ``operands``: the operator's operands in the new graph, one for each placeholder of ``parts``. ``where``:
         metadata (module path, source line, module stack) of the new nodes.
@@ -418,9 +417,9 @@ class SelectedRows:
         raise AssertionError("a graph ends in an output node")
 
     def _get_dim_size(self, value: fx.Node, dim: int) -> MaskedRowCount | int:
-        """Return the size that the dim ``dim`` of ``value`` has in the original model. It is an integer, or a
-        :class:`MaskedRowCount`, which stands for the number of rows that a mask selects, if ``value`` keeps all rows
-        along this dim although the model selects some of them."""
+        """Return the size of the dim ``dim`` of ``value`` in the original model. If ``value`` keeps all rows along this
+        dim, although the model selects some of them by a mask, it is a :class:`MaskedRowCount`, which stands for the
+        number of selected rows. Otherwise it is an integer."""
         rows, dim = self.rows.get(value), dim % value.meta["val"].dim()
         return MaskedRowCount(rows.mask) if rows is not None and dim == rows.dim else int(value.meta["val"].shape[dim])
 
@@ -428,11 +427,11 @@ class SelectedRows:
 
     def apply_by_sharding_rule(self, target: Any, args: Any, kwargs: Any, *, plain: bool = False) -> Any:
         """Append the operator ``target`` to the new graph, on tensors that keep all rows although the original model
-        selects some of them by a mask. Its sharding rule (see ``passes/rules``) must say that it works on each row by
-        itself, or sums over rows. Return its result, a node or a tuple of nodes, after recording the mask of its rows.
-        Raise :class:`Unselectable` if the operator combines rows in another way.
+        selects some of them by a mask. According to its sharding rule (see ``passes/rules``), the operator must compute
+        each row by itself, or sum over rows. Return its result, a node or a tuple of nodes, after recording the mask of
+        its rows. Raise :class:`Unselectable` if the operator combines rows in another way.
 
-        ``args``, ``kwargs``: the operator's arguments in the new graph. ``plain``: whether to record no mask for the
+        ``args``, ``kwargs``: the operator's arguments in the new graph. ``plain``: if true, no mask is recorded for the
         result.
         """
         sized = [a for a in args if isinstance(a, list | tuple) for a in a if isinstance(a, MaskedRowCount)]
@@ -470,11 +469,11 @@ class SelectedRows:
         return self._mark_selected_rows(result, mask, dims)
 
     def _find_row_dims(self, target: Any, result: fx.Node, operands: tuple[fx.Node, ...]) -> set[int] | None:
-        """Return a set with one element: the dim of rows in the results of the operator ``target``; ``None`` if the
-        operator sums over the rows. Raise :class:`Unselectable` if it combines rows in another way.
+        """Return a set with one element, the dim of rows in the results of the operator ``target``. If the operator
+        sums over the rows, return ``None``. Raise :class:`Unselectable` if it combines rows in another way.
 
-        ``result``: a node of the operator on tensors that keep all rows, of which a mask selects some in the original
-        model. ``operands``: the operands of ``result``.
+        ``result``: a node of the operator on tensors that keep all rows, although a mask selects some of them in the
+        original model. ``operands``: the operands of ``result``.
         """
         factors = factors_of(result)
         if factors is None:
@@ -500,9 +499,9 @@ class SelectedRows:
         raise Unselectable
 
     def _mark_selected_rows(self, result: fx.Node, mask: fx.Node, dims: set[int]) -> Any:
-        """Record that the original model has, along the dim in ``dims``, only those rows of ``result`` for which
-        ``mask`` is true. Return ``result``, or a tuple of its results if it has several. Raise :class:`Unselectable`
-        unless ``dims`` has exactly one element."""
+        """Record that the original model has only those rows of ``result``, along the dim in ``dims``, for which
+        ``mask`` is true. Return ``result``; if it has several results, return a tuple of them. Raise
+        :class:`Unselectable` unless ``dims`` has exactly one element."""
         if len(dims) != 1:
             raise Unselectable
         (dim,) = dims
@@ -514,8 +513,7 @@ class SelectedRows:
         return result
 
     def _raise_unselectable(self) -> Any:
-        """Raise :class:`Unselectable`, which says that an operator cannot be rewritten. It is a method so that an
-        expression can raise the error."""
+        """Raise :class:`Unselectable`. This is a method so that an expression can raise the error."""
         raise Unselectable
 
     # -- helpers ----------------------------------------------------------------------------------------------------
@@ -528,8 +526,8 @@ class SelectedRows:
         return result
 
     def flatten_condition(self, condition: fx.Node) -> fx.Node:
-        """Return a vector node with the elements of the boolean node ``condition``, flattened. Calls with conditions
-        that compute the same value return the same node."""
+        """Return a vector node with the elements of the boolean node ``condition``, flattened. For conditions that
+        compute the same value, the same node is returned."""
         condition = skip_inverse_squeezes(condition)
         while condition.target in RESHAPES:
             condition = skip_inverse_squeezes(condition.args[0])
@@ -547,8 +545,8 @@ class SelectedRows:
         return self._masks[key]
 
     def get_or_make(self, mask: fx.Node, kind: Any, make: Callable[[], fx.Node]) -> fx.Node:
-        """Return the node that ``make`` builds, or the node that an earlier call with the same ``mask`` and ``kind``
-        has built.
+        """Return the node that ``make`` builds. If an earlier call had the same ``mask`` and ``kind``, return its node
+        instead.
 
         ``kind``: a hashable key that says what is built from the mask, such as ``"count"``.
         """
@@ -557,30 +555,30 @@ class SelectedRows:
         return self._made[mask, kind]
 
     def count_selected(self, mask: fx.Node) -> fx.Node:
-        """Return a node with the number of true elements of ``mask``, that is, of rows that it selects
-        (0-dimensional)."""
+        """Return a 0-dimensional node with the number of true elements of ``mask``, that is, of the rows that it
+        selects."""
         return self.get_or_make(mask, "count", lambda: self.insert_call(aten.sum.default, mask))
 
     def number_selected(self, mask: fx.Node) -> fx.Node:
-        """Return a node ``[rows]`` with the running count of the rows that ``mask`` ``[rows]`` selects; it is 1 at
-        the first of them. Raise :class:`Unselectable` if the rows are in another order than in the original model."""
+        """Return a node ``[rows]`` with the running count, from 1, of the rows that ``mask`` ``[rows]`` selects. Raise
+        :class:`Unselectable` if the rows are in another order than in the original model."""
         if mask in self.unordered:
             raise Unselectable
         return self.get_or_make(mask, "nth", lambda: self.insert_call(aten.cumsum.default, mask, 0))
 
     def narrow_mask(self, mask: fx.Node, condition: fx.Node) -> fx.Node:
-        """Return the node of a mask that is true where both boolean masks, ``mask`` and ``condition``, are true.
-        Both have one element for each row."""
+        """Return the node of ``mask and condition``. Both are boolean masks with one element for each row."""
         found = self.get_or_make(
             mask, ("and", self.key(condition)), lambda: self.insert_call(aten.logical_and.default, mask, condition)
         )
         return self._record_order(found, mask)
 
     def expand_row_mask(self, mask: fx.Node, sizes: tuple[int, ...], at: int) -> fx.Node:
-        """Return the node of a mask of rows for the dim that results from flattening several dims into one.
+        """Return the node of a mask for the dim that results from flattening several dims, one of them the dim of rows,
+        into one.
 
-        ``mask``: the mask of the rows before the flattening; they lie along one of these dims. ``sizes``: the sizes
-        of the dims that are flattened. ``at``: the index, in ``sizes``, of the dim of rows.
+        ``mask``: the mask of the rows before the flattening. ``sizes``: the sizes of the dims that are flattened.
+        ``at``: the index, in ``sizes``, of the dim of rows.
         """
 
         def spread() -> fx.Node:
@@ -595,19 +593,19 @@ class SelectedRows:
         return self._record_order(found, mask)
 
     def _record_order(self, mask: fx.Node, other: fx.Node) -> fx.Node:
-        """If it is recorded that the rows of the mask ``other`` are in another order than in the original model, record
-        the same for ``mask``. Return ``mask`` unchanged. ``mask``: a mask of the same rows, which was computed from
-        ``other``."""
+        """If the rows of the mask ``other`` are recorded to be in another order than in the original model, record this
+        for ``mask``, too. Return ``mask`` unchanged. ``mask``: a mask of the same rows, computed from ``other``."""
         if other in self.unordered:
             self.unordered.add(mask)
         return mask
 
     def fill_unselected_with(self, value: fx.Node, number: float | None = None) -> fx.Node:
-        """Return ``value``, which keeps all rows although the original model selects some by a mask, with the rows that
-        the mask does not select set to ``number``. If ``number`` is ``None``, they are set to 1 for floating-point
-        dtypes and 0 for integers. Return the node ``value`` itself if this is not needed.
+        """Return the node of ``value`` with the rows that its mask does not select set to ``number``, so that values
+        that the original model does not have, such as a zero divisor or an index of -100, cause no error. If nothing
+        must be changed, return ``value`` itself.
 
-        Values that the original model leaves out, such as a zero divisor or an index of -100, then cause no error.
+        ``value``: a node that keeps all rows although the original model selects some of them by a mask. ``number``: if
+        it is ``None``, rows are set to 1 for floating-point dtypes and to 0 for integers.
         """
         dtype = value.meta["val"].dtype
         number = int(dtype.is_floating_point) if number is None else number
@@ -616,15 +614,16 @@ class SelectedRows:
         return self.fill_unselected(value, number)
 
     def fill_unselected(self, value: fx.Node, number: float) -> fx.Node:
-        """Return the node of ``value``, which keeps all rows although the original model selects some by a mask,
-        with the rows that the mask does not select set to ``number``. The same mask is recorded for the result."""
+        """Return the node of ``value`` with the rows that its mask does not select set to ``number``. The same mask is
+        recorded for the result. ``value``: a node that keeps all rows although the original model selects some of them
+        by a mask."""
         filled = self.insert_call(aten.masked_fill.Scalar, value, self.mask_unselected(value), number)
         self.rows[filled], self._filled[filled] = self.rows[value], number
         return filled
 
     def mask_unselected(self, value: fx.Node) -> fx.Node:
-        """Return the node of a mask that is true for the rows of ``value`` that its recorded mask does not select,
-        and so the original model does not have. Its shape broadcasts to that of ``value``."""
+        """Return the node of a mask that is true for the rows of ``value`` that the original model does not have,
+        because the mask of ``value`` does not select them. The shape of the result broadcasts to that of ``value``."""
         rows = self.rows[value]
         shape = [1] * value.meta["val"].dim()
         shape[rows.dim] = rows.mask.meta["val"].shape[0]
@@ -632,15 +631,14 @@ class SelectedRows:
         return left_out if shape == [shape[0]] else self.insert_call(aten.reshape.default, left_out, shape)
 
     def zero_unselected(self, value: fx.Node) -> fx.Node:
-        """Return the node of ``value``, which keeps all rows although the original model selects some by a mask,
-        with zeros in the rows that the mask does not select. No mask is recorded for the result, because rows of
-        zeros may take part in a sum."""
+        """Return the node of ``value`` with zeros in the rows that its mask does not select. No mask is recorded for
+        the result, because rows of zeros may take part in a sum. ``value``: a node that keeps all rows although the
+        original model selects some of them by a mask."""
         return self.insert_call(aten.masked_fill.Scalar, value, self.mask_unselected(value), 0)
 
     def find_common_rows(self, *values: Any) -> MaskedRows:
-        """Return the mask by which the original model selects rows of each of ``values``, and their dim of rows.
-        ``values``: nodes that keep all rows. Raise :class:`Unselectable` if their masks or dims differ, or if no
-        mask is recorded for one of them."""
+        """Return the common mask and dim of rows of all ``values``, which are nodes that keep all rows. Raise
+        :class:`Unselectable` if their masks or dims differ, or if no mask is recorded for one of them."""
         found = {self.rows[v] for v in values if v in self.rows}
         if len(found) != 1 or any(v not in self.rows for v in values):
             raise Unselectable
@@ -651,8 +649,8 @@ _SPREADS = (aten.expand.default, aten.expand_as.default, aten.broadcast_to.defau
 
 
 def _find_row_condition(condition: fx.Node) -> fx.Node | None:
-    """Return the boolean node, with one element for each row, from which ``condition`` was made by expanding it to
-    all elements of a row; ``None`` if ``condition`` was not made in this way."""
+    """If ``condition`` was made by expanding a boolean node with one element for each row to all elements of the row,
+    return this node; otherwise return ``None``."""
     source: Any = condition.args[0] if condition.target in _SPREADS else None
     if source is None or source.meta["val"].dtype != torch.bool:
         return None
@@ -663,9 +661,8 @@ def _find_row_condition(condition: fx.Node) -> fx.Node | None:
 
 
 def _list_row_sizes(condition: fx.Node) -> list[int]:
-    """Return the sizes of the last dims of ``condition``, the result of an ``expand`` of a boolean node with one
-    element for each row to all elements of the row. Along these dims, its elements only repeat.
-    """
+    """Return the sizes of the last dims of ``condition``, along which its elements only repeat. ``condition``: the
+    result of an ``expand`` of a boolean node with one element for each row to all elements of the row."""
     source: Any = condition.args[0]
     before, after = source.meta["val"].shape, condition.meta["val"].shape
     return list(after[max(d + 1 for d, size in enumerate(before) if size > 1) + len(after) - len(before) :])
@@ -673,8 +670,8 @@ def _list_row_sizes(condition: fx.Node) -> list[int]:
 
 def _reads_in_order(node: fx.Node) -> bool:
     """Return whether the result of ``node`` depends on the order of rows whose number depends on the data, as after a
-    selection of rows by a mask. This is so for an operator such as a split into pieces, if a size of its operands or
-    results depends on the data."""
+    selection of rows by a mask. An example is a split into pieces, if a size of its operands or results depends on the
+    data."""
     given = [node, *node.all_input_nodes] if node.target in _ORDER_DEPENDENT else []
     return any(_has_dynamic_size(n.meta.get("val")) for n in given)
 
@@ -693,8 +690,7 @@ def _collect_nodes(args: Any) -> list[fx.Node]:
 
 def _replace_row_count(argument: Any) -> Any:
     """Return ``argument``, an argument of an operator. If it is a size that depends on how many rows a mask selects,
-    return the size for a mask that selects all rows instead. Raise :class:`Unselectable` if this size has no fixed
-    value.
+    return its value for a mask that selects all rows instead. Raise :class:`Unselectable` if this value is not known.
     """
     if isinstance(argument, ComputedSize):
         if not isinstance(argument.all_rows, int):
@@ -708,7 +704,7 @@ def _to_meta(argument: Any) -> Any:
 
 
 def _replace_operands(args: Any, old: tuple[fx.Node, ...], new: list[fx.Node]) -> Any:
-    """Return ``args``, arguments of an operator, with each node of ``old`` replaced by the node at the same position
-    of ``new``."""
+    """Return ``args``, arguments of an operator, with each node of ``old`` replaced by the node at the same index in
+    ``new``."""
     instead = dict(zip(old, new, strict=True))
     return fx.node.map_arg(args, lambda n: instead.get(n, n))

@@ -1,7 +1,7 @@
 """Rewrite computations with data-dependent numbers: the number of rows that a mask selects, and ``tensor.item()``.
 
 ``x[mask].shape[0]`` is a Python number in the model and a 0-dimensional tensor in the rewritten graph. Python operators
-on it become torch operators, and an operator that takes the number takes the tensor.
+on the number become torch operators, and an operator that takes the number takes the tensor.
 
 Requires: nodes of an exported program. Provides: operators with static shapes, as ``passes/select/masked_rows.py``.
 """
@@ -33,8 +33,8 @@ _WHOLE, _REAL = torch.int64, torch.float64  # dtypes of Python's int and float
 class ComputedSize:
     """A number that the original model computes from the data, such as the number of rows that a mask selects.
 
-    ``node``: the 0-dimensional node of the rewritten graph that has it; ``None`` if only assertions may read it.
-    ``all_rows``: what the number would be if the mask selected every row, for static shapes; ``None`` if that is not
+    ``node``: the 0-dimensional node of the rewritten graph with this number; ``None`` if only assertions may read it.
+    ``all_rows``: what the number would be if the mask selected every row, for static shapes; ``None`` if this is not
     known.
     """
 
@@ -87,8 +87,8 @@ _FILL_VALUE_POSITIONS = {
 
 
 def make_computed_size(build: SelectedRows, given: Any) -> ComputedSize:
-    """Return ``given``, a number that depends on the data, as a :class:`ComputedSize`, which has it as a node.
-    ``given``: the number of rows that a mask selects, a node of ``item()``, or a :class:`ComputedSize`. Raise
+    """Return ``given``, a number that depends on the data, as a :class:`ComputedSize`, whose field ``node`` has the
+    number. ``given``: the number of rows that a mask selects, a node of ``item()``, or a :class:`ComputedSize`. Raise
     :class:`Unselectable` for other values.
 
     ``build``: the rewriter, which appends operators to the new graph.
@@ -104,16 +104,16 @@ def make_computed_size(build: SelectedRows, given: Any) -> ComputedSize:
 
 def is_number(given: Any) -> bool:
     """Return whether ``given`` is a number that the original model computes from the data: the number of rows that a
-    mask selects, a result of arithmetic with one, or a node of ``item()``."""
+    mask selects, a result of arithmetic with such a number, or a node of ``item()``."""
     return isinstance(given, MaskedRowCount | ComputedSize) or (isinstance(given, fx.Node) and given.target in ITEMS)
 
 
 def compute_number(build: SelectedRows, target: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Apply the Python operator ``target``, such as ``operator.add``, to the numbers ``args``, some of which may depend
-    on the data.
+    """Apply the Python operator ``target``, such as ``operator.add``, to the numbers ``args``. If none of them depends
+    on the data, return a Python number. Otherwise return a :class:`ComputedSize`, whose field ``node`` has the result
+    as a 0-dimensional node of the new graph.
 
-    Return a Python number, or, if one of them depends on the data, a :class:`ComputedSize`, which has the result as
-    a 0-dimensional node of the new graph. ``build``: the rewriter, which appends operators to this graph.
+    ``build``: the rewriter, which appends operators to the new graph.
     """
     numbers = [make_computed_size(build, a) if is_number(a) else a for a in args]
     if not any(isinstance(n, ComputedSize) for n in numbers):
@@ -133,9 +133,8 @@ def compute_number(build: SelectedRows, target: Callable[..., Any], args: tuple[
 
 
 def _try_arithmetic(target: Callable[..., Any], args: list[Any]) -> Any:
-    """Return ``target(*args)``, the result of the Python operator ``target`` (such as ``operator.add``) on the numbers
-    ``args``; ``None`` if it raises an arithmetic error, such as a division by zero.
-    """
+    """Return ``target(*args)``, where ``target`` is a Python operator such as ``operator.add``. If it raises an
+    arithmetic error, such as a division by zero, return ``None``."""
     try:
         return target(*args)
     except ArithmeticError:
@@ -143,9 +142,9 @@ def _try_arithmetic(target: Callable[..., Any], args: list[Any]) -> Any:
 
 
 def append_with_tensors(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """Append the operator of ``node`` to the new graph, and return its node. Arguments that are data-dependent numbers,
-    such as the number of rows that a mask selects, become 0-dimensional tensors. Return ``None`` if it has no such
-    argument.
+    """Append the operator of ``node`` to the new graph, with 0-dimensional tensors in place of arguments that are
+    data-dependent numbers, such as the number of rows that a mask selects. Return its node, or ``None`` if it has no
+    such argument.
 
     ``build``: the rewriter, which appends operators to the new graph. ``node``: the call in the original graph.
     ``args``, ``kwargs``: its arguments in the new graph; numbers in lists, which are shapes, are not replaced. Raise
@@ -186,8 +185,8 @@ def append_with_tensors(build: SelectedRows, node: fx.Node, args: Any, kwargs: A
 
 
 def number_selected_rows(build: SelectedRows, mask: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """Append and return a node ``[rows]`` that numbers the rows that ``mask`` ``[rows]`` selects: 0, 1, ... in order.
-    Rows that ``mask`` does not select have arbitrary numbers.
+    """Append a node ``[rows]`` to the new graph that numbers the rows that ``mask`` ``[rows]`` selects, 0, 1, ... in
+    order, and return it. Rows that ``mask`` does not select have arbitrary numbers.
 
     ``build``: the rewriter, which appends operators to the new graph. ``dtype``: the dtype of the numbers.
     """

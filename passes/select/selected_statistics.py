@@ -1,10 +1,10 @@
 """Rewrite sums, means, extremes, deviations and losses of the rows that a mask selects, with all rows kept.
 
 Before a reduction, unselected rows are set to a value that does not change the result: zero for a sum, the lowest
-number for a maximum. A mean divides by the number of selected rows. A loss is rewritten as its unreduced terms, one for
-each element, and their reduction.
+number for a maximum. A mean is divided by the number of selected rows. A loss is rewritten as one term for each
+element, and the reduction of these terms.
 
-Each rule gets the rewriter ``build`` and the operator's arguments, and returns the node of the result. ``None`` means
+Each rule takes the rewriter ``build`` and the operator's arguments, and returns the node of the result. ``None`` means
 that the reduction is not over the rows, so that the plain operator can run. Requires: nodes of an exported program.
 Provides: operators with static shapes, as ``passes/select/masked_rows.py``.
 """
@@ -33,7 +33,7 @@ _IGNORED = -100
 # -- means, variances and deviations -----------------------------------------------------------------------------------
 def _compute_full_mean(build: SelectedRows, x: fx.Node, *, dtype: Any = None) -> Any:
     """Append the mean over all elements of the selected rows of ``x`` to the new graph, and return its node. ``x``
-    keeps all rows, of which the original model selects those for which the mask ``build.rows[x]`` is true.
+    keeps all rows, although the original model selects only those for which the mask ``build.rows[x]`` is true.
 
     ``build``: the rewriter, which appends operators to the new graph. ``dtype``: the dtype to which ``x`` is cast
     first; ``None`` for none.
@@ -42,9 +42,9 @@ def _compute_full_mean(build: SelectedRows, x: fx.Node, *, dtype: Any = None) ->
 
 
 def _append_mean(build: SelectedRows, x: fx.Node, dims: Any, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """Append the mean over ``dims`` (all if empty) of the selected rows of ``x`` to the new graph, and return its node;
-    return ``None`` (the operator then needs no rewrite of its own) if ``dims`` do not include the dim of rows. ``x``
-    keeps all rows, of which the original model selects those for which the mask ``build.rows[x]`` is true.
+    """Append the mean over ``dims`` (all if empty) of the selected rows of ``x`` to the new graph, and return its node.
+    If ``dims`` do not include the dim of rows, return ``None``: the plain operator can be used. ``x`` keeps all rows,
+    although the original model selects only those for which the mask ``build.rows[x]`` is true.
 
     ``build``: the rewriter, which appends operators to the new graph. ``keepdim``: whether the reduced dims stay with
     size 1. ``dtype``: the dtype to which ``x`` is cast first; ``None`` for none.
@@ -57,9 +57,9 @@ def _append_mean(build: SelectedRows, x: fx.Node, dims: Any, keepdim: bool = Fal
 
 
 def _find_reduced_dims(build: SelectedRows, x: fx.Node, dims: Any) -> list[int] | None:
-    """Return the dims, as indices from 0, that a reduction of ``x`` over ``dims`` removes (all if ``dims`` is empty or
-    ``None``); return ``None`` if the dim of rows is not among them. ``x`` keeps all rows, of which the original model
-    selects some by a mask.
+    """Return the dims that a reduction of ``x`` over ``dims`` removes, as indices from 0; an empty ``dims`` or ``None``
+    means all dims. Return ``None`` if the dim of rows is not among them. ``x`` keeps all rows, although the original
+    model selects some of them by a mask.
 
     ``build``: the rewriter; ``build.rows[x]`` has the mask and the dim of rows.
     """
@@ -71,7 +71,7 @@ def _find_reduced_dims(build: SelectedRows, x: fx.Node, dims: Any) -> list[int] 
 
 def _count_selected_elements(build: SelectedRows, x: fx.Node, over: list[int]) -> fx.Node:
     """Append a node to the new graph with the number of elements that a reduction of ``x`` over the dims ``over``
-    combines in the original model, and return it. ``x`` keeps all rows, but only the rows that the mask
+    combines in the original model, and return the node. ``x`` keeps all rows, but only the rows that the mask
     ``build.rows[x]`` selects are counted.
 
     ``build``: the rewriter, which appends operators to the new graph.
@@ -83,11 +83,10 @@ def _count_selected_elements(build: SelectedRows, x: fx.Node, over: list[int]) -
 
 
 def _make_deviation_rule(*, root: bool, with_mean: bool) -> Callable[..., Any]:
-    """Return a function that rewrites ``var`` or ``std`` over rows that a mask selects, with static shapes: it reads a
-    tensor that keeps all rows, and leaves out the rows that the mask does not select.
+    """Return a function that rewrites ``var`` or ``std`` over rows that a mask selects, with static shapes: the
+    function reads a tensor that keeps all rows, and ignores the rows that the mask does not select.
 
-    ``root``: whether the operator is ``std``, not ``var``. ``with_mean``: whether the operator also returns the
-    mean.
+    ``root``: true for ``std``, false for ``var``. ``with_mean``: whether the operator also returns the mean.
     """
 
     def rule(
@@ -100,13 +99,13 @@ def _make_deviation_rule(*, root: bool, with_mean: bool) -> Callable[..., Any]:
         correction: float | None = None,
     ) -> Any:
         """Append the variance or standard deviation of ``x`` over ``dims`` (all if ``None``) to the new graph, and
-        return its node, or a tuple of it and the node of the mean if the operator returns both. ``x`` keeps all rows;
-        only rows that the mask ``build.rows[x]`` selects count. Return ``None`` (the operator then needs no rewrite of
-        its own) if ``dims`` do not include the dim of rows.
+        return its node; if the operator also returns the mean, return (this node, node of the mean). ``x`` keeps all
+        rows; only rows that the mask ``build.rows[x]`` selects count. If ``dims`` do not include the dim of rows,
+        return ``None``: the plain operator can be used.
 
-        ``build``: the rewriter, which appends operators to the new graph. ``unbiased``: whether the divisor is the
-        number of elements less 1. ``correction``: the number to subtract instead; ``None`` for none. ``keepdim``:
-        whether the reduced dims stay with size 1.
+        ``build``: the rewriter, which appends operators to the new graph. ``correction``: the divisor is the number of
+        elements minus ``correction``. If it is ``None``, 1 is subtracted if ``unbiased`` is true, otherwise 0.
+        ``keepdim``: whether the reduced dims stay with size 1.
         """
         if isinstance(dims, bool):  # the overload for all dims: var(x, unbiased)
             dims, unbiased = None, dims
@@ -135,8 +134,8 @@ def _make_deviation_rule(*, root: bool, with_mean: bool) -> Callable[..., Any]:
 
 
 def _take_square_root(build: SelectedRows, x: fx.Node) -> fx.Node:
-    """Append the square root of ``x`` to the new graph and return its node. Its gradient at zero is zero, where that of
-    ``sqrt`` is infinite.
+    """Append the square root of ``x`` to the new graph and return its node. The gradient at zero is zero, whereas that
+    of ``sqrt`` is infinite.
 
     ``build``: the rewriter, which appends operators to the new graph.
     """
@@ -157,19 +156,19 @@ def _get_highest_value(value: Tensor) -> float:
 def _make_filled_reduction(
     target: Any, number: Callable[[Tensor], float], dim_at: int | None = None
 ) -> Callable[..., Any]:
-    """Return a function that rewrites the reduction ``target`` over rows that a mask selects, with static shapes. It
-    reads a tensor that keeps all rows, sets the rows that the mask does not select to a number that does not change the
-    result, and reduces.
+    """Return a function that rewrites the reduction ``target`` over rows that a mask selects, with static shapes. The
+    function reads a tensor that keeps all rows, sets the rows that the mask does not select to a number that does not
+    change the result, and reduces.
 
     ``number``: returns that number for a tensor, on whose dtype it depends. ``dim_at``: the position (from 0) of the
     argument with the dims among the operator's arguments; ``None`` if there is none.
     """
 
     def rule(build: SelectedRows, x: fx.Node, *args: Any, **kwargs: Any) -> Any:
-        """Append a reduction of ``x`` to the new graph and return its node; return ``None`` (the operator then needs no
-        rewrite of its own) if it does not reduce the dim of rows. ``x`` keeps all rows; only rows that the mask
-        ``build.rows[x]`` selects count. ``build``: the rewriter, which appends operators to the new graph. ``args``,
-        ``kwargs``: the further arguments of the reduction."""
+        """Append a reduction of ``x`` to the new graph and return its node. ``x`` keeps all rows; only rows that the
+        mask ``build.rows[x]`` selects count. If the dim of rows is not reduced, return ``None``: the plain operator can
+        be used. ``build``: the rewriter, which appends operators to the new graph. ``args``, ``kwargs``: the further
+        arguments of the reduction."""
         given = (x, *args)
         dims = None if dim_at is None or dim_at >= len(given) else given[dim_at]
         over = _find_reduced_dims(build, x, kwargs.get("dim", dims))
@@ -182,17 +181,17 @@ def _make_filled_reduction(
 
 def _make_extreme_rule(target: Any, number: Callable[[Tensor], float]) -> Callable[..., Any]:
     """Return a function that rewrites ``target``, which is ``max`` or ``min`` along a dim, over rows that a mask
-    selects, with static shapes. It reads a tensor that keeps all rows, sets the rows that the mask does not select to
-    the lowest or highest number, and counts only selected rows in the index that it returns.
+    selects, with static shapes. The function reads a tensor that keeps all rows, and sets the rows that the mask does
+    not select to the lowest or highest number. The index that it returns counts only selected rows.
 
     ``number``: returns the lowest (for ``max``) or highest (for ``min``) number of a tensor's dtype.
     """
 
     def rule(build: SelectedRows, x: fx.Node, dim: int, keepdim: bool = False) -> Any:
-        """Append the maximum or minimum of ``x`` along ``dim`` to the new graph, and return the nodes of its value and
-        its index; return ``None`` (the operator then needs no rewrite of its own) if ``dim`` is not the dim of rows.
-        ``x`` keeps all rows; only rows that the mask ``build.rows[x]`` selects count. ``build``: the rewriter, which
-        appends operators to the new graph. ``keepdim``: whether ``dim`` stays with size 1."""
+        """Append the maximum or minimum of ``x`` along ``dim`` to the new graph, and return (node of its value, node of
+        its index). ``x`` keeps all rows; only rows that the mask ``build.rows[x]`` selects count. If ``dim`` is not the
+        dim of rows, return ``None``: the plain operator can be used. ``build``: the rewriter, which appends operators
+        to the new graph. ``keepdim``: whether ``dim`` stays with size 1."""
         if _find_reduced_dims(build, x, dim) is None:
             return None
         made = build.insert_call(target, build.fill_unselected(x, number(x.meta["val"])), dim, keepdim)
@@ -204,18 +203,18 @@ def _make_extreme_rule(target: Any, number: Callable[[Tensor], float]) -> Callab
 
 def _make_extreme_index_rule(target: Any, number: Callable[[Tensor], float]) -> Callable[..., Any]:
     """Return a function that rewrites ``target``, which is ``argmax`` or ``argmin``, over rows that a mask selects,
-    with static shapes. It reads a tensor that keeps all rows, sets the rows that the mask does not select to the lowest
-    or highest number, and counts only selected rows in the index that it returns.
+    with static shapes. The function reads a tensor that keeps all rows, and sets the rows that the mask does not select
+    to the lowest or highest number. The index that it returns counts only selected rows.
 
     ``number``: returns the lowest (for ``argmax``) or highest (for ``argmin``) number of a tensor's dtype.
     """
 
     def rule(build: SelectedRows, x: fx.Node, dim: int | None = None, keepdim: bool = False) -> Any:
-        """Append the index of the maximum or minimum of ``x`` along ``dim`` to the new graph and return its node;
-        return ``None`` (the operator then needs no rewrite of its own) if ``dim`` is not the dim of rows. ``x`` keeps
-        all rows; only rows that the mask ``build.rows[x]`` selects count. ``build``: the rewriter, which appends
-        operators to the new graph. ``keepdim``: whether ``dim`` stays with size 1. Raise :class:`Unselectable` for an
-        index into all elements of a tensor of several dims."""
+        """Append the index of the maximum or minimum of ``x`` along ``dim`` to the new graph and return its node. ``x``
+        keeps all rows; only rows that the mask ``build.rows[x]`` selects count. If ``dim`` is not the dim of rows,
+        return ``None``: the plain operator can be used. ``build``: the rewriter, which appends operators to the new
+        graph. ``keepdim``: whether ``dim`` stays with size 1. Raise :class:`Unselectable` for an index into all
+        elements of a tensor of several dims."""
         if _find_reduced_dims(build, x, dim) is None:
             return None
         if dim is None and x.meta["val"].dim() != 1:
@@ -228,8 +227,8 @@ def _make_extreme_index_rule(target: Any, number: Callable[[Tensor], float]) -> 
 
 
 def _convert_row_indices(build: SelectedRows, x: fx.Node, place: fx.Node) -> fx.Node:
-    """Append a node to the new graph that converts ``place``, indices of rows of ``x``, to the indices that these rows
-    have in the original model, and return it. ``x`` keeps all rows, of which the model has only those that the mask
+    """Append a node to the new graph that converts ``place``, indices of rows of ``x``, to the indices of these rows in
+    the original model, and return the node. ``x`` keeps all rows, of which the model has only those that the mask
     ``build.rows[x]`` selects.
 
     ``build``: the rewriter, which appends operators to the new graph.
@@ -241,20 +240,19 @@ def _convert_row_indices(build: SelectedRows, x: fx.Node, place: fx.Node) -> fx.
 
 
 def _make_norm_rule(target: Any, order_at: int, dim_at: int) -> Callable[..., Any]:
-    """Return a function that rewrites the norm ``target`` over rows that a mask selects, with static shapes. It reads a
-    tensor that keeps all rows, and sets the rows that the mask does not select to zero. It raises :class:`Unselectable`
-    for a norm of negative order.
+    """Return a function that rewrites the norm ``target`` over rows that a mask selects, with static shapes. The
+    function reads a tensor that keeps all rows, and sets the rows that the mask does not select to zero. It raises
+    :class:`Unselectable` for a norm of negative order.
 
-    ``order_at``, ``dim_at``: the positions (from 0) of the norm's order and of its dims among the operator's
-    arguments.
+    ``order_at``, ``dim_at``: the positions (from 0) of the norm's order and of its dims among the operator's arguments.
     """
     zeroed = _make_filled_reduction(target, lambda value: 0, dim_at)
 
     def rule(build: SelectedRows, x: fx.Node, *args: Any, **kwargs: Any) -> Any:
-        """Append a norm of ``x`` to the new graph and return its node; return ``None`` (the operator then needs no
-        rewrite of its own) if it does not reduce the dim of rows. ``x`` keeps all rows; only rows that the mask
-        ``build.rows[x]`` selects count. ``build``: the rewriter, which appends operators to the new graph. ``args``,
-        ``kwargs``: the further arguments of the norm."""
+        """Append a norm of ``x`` to the new graph and return its node. ``x`` keeps all rows; only rows that the mask
+        ``build.rows[x]`` selects count. If the dim of rows is not reduced, return ``None``: the plain operator can be
+        used. ``build``: the rewriter, which appends operators to the new graph. ``args``, ``kwargs``: the further
+        arguments of the norm."""
         order = args[order_at - 1] if len(args) >= order_at else kwargs.get("ord", kwargs.get("p", 2))
         order = 2 if order is None else order
         if _find_reduced_dims(build, x, args[dim_at - 1] if len(args) >= dim_at else kwargs.get("dim")) is None:
@@ -267,16 +265,15 @@ def _make_norm_rule(target: Any, order_at: int, dim_at: int) -> Callable[..., An
 
 
 def _make_softmax_rule(target: Any) -> Callable[..., Any]:
-    """Return a function that rewrites ``target``, softmax or log-softmax, along rows that a mask selects, with
-    static shapes. It reads a tensor that keeps all rows, and gives the rows that the mask does not select a score of
+    """Return a function that rewrites ``target``, softmax or log-softmax, along rows that a mask selects, with static
+    shapes. The function reads a tensor that keeps all rows, and gives the rows that the mask does not select a score of
     minus infinity."""
 
     def rule(build: SelectedRows, x: fx.Node, dim: int, dtype: Any = None) -> Any:
-        """Append a softmax or log-softmax of ``x`` along ``dim`` to the new graph and return its node; return ``None``
-        (the operator then needs no rewrite of its own) if ``dim`` is not the dim of rows. ``x`` and the result keep all
-        rows; in the result, rows that the mask ``build.rows[x]`` does not select are zero. ``build``: the rewriter,
-        which appends operators to the new graph. ``dtype``: the dtype to which ``x`` is cast first; ``None`` for
-        none."""
+        """Append a softmax or log-softmax of ``x`` along ``dim`` to the new graph and return its node. ``x`` and the
+        result keep all rows; in the result, rows that the mask ``build.rows[x]`` does not select are zero. If ``dim``
+        is not the dim of rows, return ``None``: the plain operator can be used. ``build``: the rewriter, which appends
+        operators to the new graph. ``dtype``: the dtype to which ``x`` is cast first; ``None`` for none."""
         if _find_reduced_dims(build, x, dim) is None:
             return None
         made = build.insert_call(target, build.fill_unselected(x, -math.inf), dim, dtype)
@@ -287,10 +284,10 @@ def _make_softmax_rule(target: Any) -> Callable[..., Any]:
 
 
 def _compute_cumsum(build: SelectedRows, x: fx.Node, dim: int, **kwargs: Any) -> Any:
-    """Append the running sum of ``x`` along ``dim`` to the new graph and return its node; return ``None`` (the operator
-    then needs no rewrite of its own) if ``dim`` is not the dim of rows. ``x`` and the result keep all rows; rows that
-    the mask ``build.rows[x]`` does not select count as zero. Raise :class:`Unselectable` if the rows are in another
-    order than in the original model.
+    """Append the running sum of ``x`` along ``dim`` to the new graph and return its node. ``x`` and the result keep all
+    rows; rows that the mask ``build.rows[x]`` does not select count as zero. If ``dim`` is not the dim of rows, return
+    ``None``: the plain operator can be used. Raise :class:`Unselectable` if the rows are in another order than in the
+    original model.
 
     ``build``: the rewriter, which appends operators to the new graph. ``kwargs``: further arguments of ``cumsum``.
     """
@@ -306,8 +303,8 @@ def _compute_cumsum(build: SelectedRows, x: fx.Node, dim: int, **kwargs: Any) ->
 # -- losses ------------------------------------------------------------------------------------------------------------
 def _make_loss_rule(target: Any, position: int) -> Callable[..., Any]:
     """Return a function that rewrites the loss operator ``target`` over rows that a mask selects, with static shapes.
-    It reads tensors that keep all rows, computes the loss of each element, and then reduces the losses of the selected
-    rows.
+    The function reads tensors that keep all rows, computes the loss of each element, and then reduces the losses of the
+    selected rows.
 
     ``position``: the position (from 0) of the operator's argument ``reduction``.
     """
@@ -315,9 +312,9 @@ def _make_loss_rule(target: Any, position: int) -> Callable[..., Any]:
     def rule(build: SelectedRows, *args: Any, **kwargs: Any) -> Any:
         """Append a loss, as one term for each element, and its reduction to the new graph. Tensors among the arguments
         keep all rows; only rows that their mask in ``build.rows`` selects are reduced. Return the node of the reduced
-        loss, or a tuple of it and the operator's other results if it has any; return ``None`` (the operator then needs
-        no rewrite of its own) if the loss is not reduced. ``build``: the rewriter, which appends operators to the new
-        graph. ``args``, ``kwargs``: the arguments of the loss."""
+        loss; if the operator has other results, return a tuple of this node and the other results. If the loss is not
+        reduced, return ``None``: the plain operator can be used. ``build``: the rewriter, which appends operators to
+        the new graph. ``args``, ``kwargs``: the arguments of the loss."""
         given = list(args)
         reduction = kwargs.pop("reduction", MEAN)
         if len(given) > position:
@@ -335,9 +332,9 @@ def _make_loss_rule(target: Any, position: int) -> Callable[..., Any]:
 
 
 def _apply_reduction(build: SelectedRows, terms: fx.Node, reduction: int) -> Any:
-    """Append the reduction of the losses ``terms`` to the new graph and return its node. ``terms`` keeps all rows;
-    only rows that the mask ``build.rows[terms]`` selects count. ``reduction``: torch's code: 0 returns ``terms``
-    itself, 1 gives the mean, 2 the sum. ``build``: the rewriter, which appends operators to the new graph."""
+    """Append the reduction of the losses ``terms`` to the new graph and return its node. ``terms`` keeps all rows; only
+    rows that the mask ``build.rows[terms]`` selects count. ``reduction``: 0 for none (``terms`` is returned), 1 for the
+    mean, 2 for the sum. ``build``: the rewriter, which appends operators to the new graph."""
     if reduction == NONE:
         return terms
     return build.apply_operator(aten.sum.default if reduction == SUM else aten.mean.default, terms)
@@ -345,8 +342,8 @@ def _apply_reduction(build: SelectedRows, terms: fx.Node, reduction: int) -> Any
 
 def _make_classification_rule(target: Any) -> Callable[..., Any]:
     """Return a function that rewrites ``target``, a cross entropy or a similar loss, over rows that a mask selects,
-    with static shapes. It reads tensors that keep all rows, and gives the rows that the mask does not select the
-    class that the loss ignores."""
+    with static shapes. The function reads tensors that keep all rows, and gives the rows that the mask does not select
+    the class that the loss ignores."""
 
     def rule(
         build: SelectedRows,
@@ -358,9 +355,9 @@ def _make_classification_rule(target: Any) -> Callable[..., Any]:
         *more: Any,
     ) -> Any:
         """Append a classification loss of the scores ``x`` and the targets ``classes`` (class numbers or probabilities)
-        to the new graph, and return its node; return ``None`` (the operator then needs no rewrite of its own) for
-        probabilities without a reduction. Scores and targets keep all rows; only rows that their mask in ``build.rows``
-        selects count.
+        to the new graph, and return its node. Scores and targets keep all rows; only rows that their mask in
+        ``build.rows`` selects count. For probabilities without a reduction, return ``None``: the plain operator can be
+        used.
 
         ``build``: the rewriter, which appends operators to the new graph. ``weight``: the weight of each class, or
         ``None``. ``reduction``: 0 none, 1 mean, 2 sum. ``ignored``: the class number that the loss ignores. ``more``:
@@ -387,12 +384,12 @@ def _make_classification_rule(target: Any) -> Callable[..., Any]:
 
 
 def _broadcast_operands(build: SelectedRows, operands: Any) -> Any:
-    """Rewrite ``broadcast_tensors`` of ``operands`` with static shapes. Some of them keep all rows, of which the
-    original model selects some by one mask. Return a tuple of the broadcast nodes, for all of which this mask is
-    recorded in ``build.rows``.
+    """Rewrite ``broadcast_tensors`` of ``operands`` with static shapes. Some of the operands keep all rows, although
+    the original model selects some rows by one mask. Return a tuple of the broadcast nodes, for all of which this mask
+    is recorded in ``build.rows``.
 
-    ``build``: the rewriter, which appends operators to the new graph. Raise :class:`Unselectable` if the operands
-    have different masks, or if an operand without a mask already has all rows.
+    ``build``: the rewriter, which appends operators to the new graph. Raise :class:`Unselectable` if the operands have
+    different masks, or if an operand without a mask has a dim of rows, too.
     """
     shape = torch.broadcast_shapes(*(o.meta["val"].shape for o in operands))
     wide = []

@@ -1,8 +1,8 @@
 """Trace selections of rows by a mask so that equal masks select equal symbolic numbers of rows.
 
-``x[t > 0]`` and ``y[t > 0]`` have equally many rows. torch.export does not see this: each computed mask gets its own
-symbolic number of rows, and a loss of the two is refused. Inside :func:`trace_selections`, masks that are computed by
-the same operators on the same inputs share one number.
+``x[t > 0]`` and ``y[t > 0]`` have equally many rows. torch.export does not know this: each computed mask gets its own
+symbolic number of rows, and a loss of the two raises an error. Inside :func:`trace_selections`, masks that are computed
+by the same operators on the same inputs share one number.
 
 Torch functions that read values to check them, such as :func:`torch.nn.functional.gaussian_nll_loss`, are traced
 without the check.
@@ -50,18 +50,17 @@ def trace_selections(is_user_file: Callable[[str], bool]) -> Iterator[None]:
     """Return a context for tracing a model, in which masks that are computed by the same operators on the same inputs
     select the same symbolic number of rows. Torch can then compare the sizes of tensors that they select.
 
-    If one of torch's own functions needs a data-dependent number of classes to equal an integer, torch assumes in
-    this context that it does. ``is_user_file``: returns whether the source file with a given name is the user's, not
-    torch's or this package's.
+    If one of torch's own functions requires that a data-dependent number of classes equals an integer, this is assumed
+    to hold. ``is_user_file``: returns whether the source file with a given name is the user's, not torch's or this
+    package's.
     """
     selections = _SelectionMode(is_user_file)
     plain = ShapeEnv.evaluate_expr
 
     def evaluate(env: ShapeEnv, expr: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the truth of ``expr``, a symbolic condition on sizes, as torch's own method does. If it cannot be
-        decided, and one of torch's own functions asks whether a number of classes equals an integer, assume that it
-        does. ``env``: torch's record of symbolic sizes. ``args``, ``kwargs``: passed on to torch's method.
-        """
+        """Return the truth of ``expr``, a symbolic condition on sizes, as torch's own method does. If the truth cannot
+        be decided, and one of torch's own functions asks whether a number of classes equals an integer, assume that it
+        does. ``env``: torch's record of symbolic sizes. ``args``, ``kwargs``: passed on to torch's method."""
         try:
             return plain(env, expr, *args, **kwargs)
         except GuardOnDataDependentSymNode:
@@ -75,8 +74,8 @@ def trace_selections(is_user_file: Callable[[str], bool]) -> Iterator[None]:
 
 
 class _SelectionMode(TorchFunctionMode):
-    """A torch function mode for tracing a model. Masks that are computed in the same way select the same symbolic
-    number of rows in it. Functions of torch that read values only for a check, such as ``gaussian_nll_loss``, run
+    """A torch function mode for tracing a model, in which masks that are computed in the same way select the same
+    symbolic number of rows. Functions of torch that read values only for a check, such as ``gaussian_nll_loss``, run
     without the check, because a trace has no values.
 
     ``is_user_file``: returns whether the source file with a given name is the user's, not torch's or this package's.
@@ -94,9 +93,8 @@ class _SelectionMode(TorchFunctionMode):
         self.classes: set[Any] = set()  # symbols of data-dependent numbers of classes
 
     def may_assume(self, expr: Any) -> bool:
-        """Return whether ``expr``, a symbolic condition on sizes, may be assumed to hold: it says that a
-        data-dependent number of classes equals an integer, and one of torch's own functions asks for it, not the
-        user's code."""
+        """Return whether ``expr``, a symbolic condition on sizes, may be assumed to hold: it says that a data-dependent
+        number of classes equals an integer, and one of torch's own functions asks for this, not the user's code."""
         sides = expr.args if isinstance(expr, sympy.Eq) else ()
         if not any(s in self.classes for s in sides) or not any(s.is_Integer for s in sides):
             return False
@@ -110,9 +108,10 @@ class _SelectionMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the torch function ``func`` with ``args`` and ``kwargs`` and return its result. If it selects rows by a
-        mask, and an equal mask was used before, the result has the symbolic number of rows of the earlier selection. If
-        ``func`` reads values only to check them, a form without the check runs instead. ``types`` is not used."""
+        """Run the torch function ``func`` with ``args`` and ``kwargs`` and return its result. If ``func`` selects rows
+        by a mask, and an equal mask was used before, the result has the symbolic number of rows of the earlier
+        selection. If ``func`` reads values only to check them, a form without the check runs instead. ``types`` is not
+        used."""
         kwargs = kwargs or {}
         if func in _BY_WHERE:
             return self._select_rows_by_where(*args, **kwargs)
@@ -134,8 +133,8 @@ class _SelectionMode(TorchFunctionMode):
 
     def _select_by_mask(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the torch function ``func``, which selects rows by a boolean mask among its arguments ``args`` and
-        ``kwargs``, during a trace, and return its result. If an equal mask was used before, torch gets the symbolic
-        number of rows that was created for it; otherwise the new number is recorded for later masks."""
+        ``kwargs``, during a trace, and return its result. If an equal mask was used before, the result has the symbolic
+        number of rows that was created for that mask; otherwise the new number is recorded for later masks."""
         masks = []
         for tensor in pytree.tree_leaves((args, kwargs)):
             if isinstance(tensor, FakeTensor) and (tensor.dtype == torch.bool or func in _ANY_TYPE):
@@ -153,8 +152,8 @@ class _SelectionMode(TorchFunctionMode):
         return made
 
     def _compute_key(self, node: fx.Node) -> int:
-        """Return an integer for ``node`` that is equal for nodes of the current trace that compute the same value.
-        If ``node`` belongs to another trace than in the last call, all records of the last trace are dropped first."""
+        """Return an integer for ``node``, equal for nodes of the current trace that compute the same value. If ``node``
+        belongs to another trace than in the last call, all records of the last trace are dropped first."""
         if node.graph is not self.graph:
             self.graph, self.key, self.counts = node.graph, ValueNumbers(), {}
         return self.key(node)
@@ -162,7 +161,7 @@ class _SelectionMode(TorchFunctionMode):
 
 def _are_unwritten(*nodes: fx.Node) -> bool:
     """Return whether no operator of the graph writes in place to one of ``nodes`` or to a value from which they are
-    computed, so that their values never change."""
+    computed."""
     written = {find_allocating_node(to) for other in nodes[0].graph.nodes for to in list_written_operands(other)}
     return not any(written.intersection(map(find_allocating_node, collect_ancestors([node]))) for node in nodes)
 
@@ -171,10 +170,12 @@ def _are_unwritten(*nodes: fx.Node) -> bool:
 def _call_cross_entropy(
     func: Callable[..., Tensor], input: Tensor, target: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Return the cross entropy ``func(input, target, *args, **kwargs)``; ``func`` is torch's own function. There is one
-    exception: if the targets are probabilities, their number of rows depends on the data and the reduction is a mean,
-    call ``func`` without reduction and return the mean of its losses. The mean in ``func`` would check whether there
-    are any rows, which a trace cannot know."""
+    """Return the cross entropy ``func(input, target, *args, **kwargs)``. ``func``: torch's own function.
+
+    If the targets are probabilities, their number of rows depends on the data and the reduction is a mean, call
+    ``func`` without reduction and return the mean of its losses. The mean in ``func`` would check whether there are any
+    rows, which a trace cannot know.
+    """
     plain = (
         not _has_dynamic_size(target) or not target.dtype.is_floating_point or kwargs.get("reduction", "mean") != "mean"
     )
@@ -197,7 +198,7 @@ def _compute_logsumexp(
 ) -> Tensor:
     """Return ``logsumexp`` of ``input`` over ``dim``. If the number of rows depends on the data, compute it without
     torch's check whether there are any rows. ``func``: torch's own function. ``keepdim``: whether ``dim`` stays with
-    size 1. ``kwargs``: its further arguments."""
+    size 1. ``kwargs``: the further arguments of ``func``."""
     if not _has_dynamic_size(input) or kwargs:
         return func(input, dim, keepdim=keepdim, **kwargs)
     largest = input.detach().amax(dim, keepdim=True)
@@ -208,7 +209,8 @@ def _compute_logsumexp(
 
 def _call_gaussian_nll(func: Callable[..., Tensor], input: Tensor, target: Tensor, var: Any, **kwargs: Any) -> Tensor:
     """Return ``gaussian_nll_loss`` of ``input``, ``target`` and the variances ``var``, without torch's check for
-    negative variances; these give a loss of NaN. ``func``: torch's own function. ``kwargs``: its further arguments."""
+    negative variances; these give a loss of NaN. ``func``: torch's own function. ``kwargs``: the further arguments of
+    ``func``."""
     if isinstance(var, Tensor):
         var = torch.where(var < 0, torch.nan, var)
     with mock.patch.object(torch, "any", return_value=False):

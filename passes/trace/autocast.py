@@ -4,8 +4,9 @@ Inside :func:`trace_autocast`, the operators of such a region are traced one by 
 graph then contains every cast and no region, and code in forward that reads a tensor's dtype sees the dtype of a real
 run.
 
-Which operands are cast is not listed here but observed: :func:`find_cast_dtype` runs an operator on fake tensors with
-autocast on, and looks for the dtype to which the operands must be cast by hand to compute the same with autocast off.
+There is no list of the operators whose operands are cast. Instead, :func:`find_cast_dtype` runs an operator on fake
+tensors with autocast on, and looks for the dtype to which the operands must be cast by hand to compute the same with
+autocast off.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ _known: dict[Any, Any] = {}
 @contextmanager
 def trace_autocast(device: str | None, line: Callable[[], str]) -> Iterator[None]:
     """Return a context for tracing a model's forward, in which autocast regions cast the operands of traced operators
-    as they would on a device of the type ``device``. With ``None`` nothing is cast, which is right for a model in
-    float64.
+    as they would on a device of the type ``device``. If ``device`` is ``None``, nothing is cast, which is right for a
+    model in float64.
 
     Tensors are on the CPU during a trace, so a region that forward opens for the CPU is opened for ``device`` instead.
 
@@ -61,12 +62,12 @@ def trace_autocast(device: str | None, line: Callable[[], str]) -> Iterator[None
         plain_init(self, own, *args, **kwargs)
 
     def call(mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
-        """Trace a call of the operator ``func`` with ``args`` and ``kwargs``, in place of torch's own function for
-        this, and return its result. Operands are cast as autocast would. If autocast casts inside of the operator, the
-        operators into which it decomposes are traced instead.
+        """Trace a call of the operator ``func`` with ``args`` and ``kwargs``, and return its result. This replaces
+        torch's own function for tracing a call. Operands are cast as autocast would cast them. If autocast casts inside
+        of the operator, the operators into which it decomposes are traced instead.
 
-        ``mode``: the dispatch mode of torch that records the trace. ``pre_dispatch``: whether the trace records
-        operators before autograd and autocast handle them; otherwise nothing is cast.
+        ``mode``: torch's dispatch mode that records the trace. ``pre_dispatch``: whether the trace records operators
+        before autograd and autocast handle them; if not, nothing is cast.
         """
         region = _read_autocast_request(device)
         with _disable_torch_autocast():
@@ -101,14 +102,14 @@ def trace_autocast(device: str | None, line: Callable[[], str]) -> Iterator[None
 
 
 def get_autocast_region() -> Asked | None:
-    """Return (device type, dtype) of the autocast region that the caller is in; ``None`` outside of any region."""
+    """Return (device type, dtype) of the autocast region that is active; ``None`` outside of any region."""
     return next(filter(None, map(_read_autocast_request, DEVICES)), None)
 
 
 @contextmanager
 def _disable_torch_autocast() -> Iterator[None]:
-    """Return a context in which torch's own autocast is off, so that torch casts no operands. At its end, autocast
-    is on again where it was on before."""
+    """Return a context in which torch's own autocast is off, so that torch casts no operands. When the context ends,
+    autocast is on again where it was on before."""
     autocast_on = [device for device in DEVICES if torch.is_autocast_enabled(device)]
     for device in autocast_on:
         torch.set_autocast_enabled(device, False)
@@ -123,16 +124,16 @@ without_autocast = _disable_torch_autocast
 
 
 def _read_autocast_request(device: str | None) -> Asked | None:
-    """Return (device type, dtype) of autocast if it is on for the device type ``device``, such as ``"cuda"``; ``None``
-    if it is off, or if ``device`` is ``None``."""
+    """If autocast is on for the device type ``device``, such as ``"cuda"``, return (device type, dtype) of autocast. If
+    autocast is off or ``device`` is ``None``, return ``None``."""
     if device is None or not torch.is_autocast_enabled(device):
         return None
     return device, torch.get_autocast_dtype(device)
 
 
 def _enter_autocast_region(self: Any) -> Any:
-    """Replacement of ``autocast.__enter__``: set the autocast flags, without the marker node that torch.export would
-    add. Return the context ``self``, a ``torch.autocast`` object."""
+    """Set the autocast flags of ``self``, a ``torch.autocast`` object, and return ``self``. This replaces
+    ``autocast.__enter__``, to avoid the marker node that torch.export would add."""
     self.prev = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
     torch.set_autocast_enabled(self.device, self._enabled)
     torch.set_autocast_dtype(self.device, self.fast_dtype)
@@ -140,17 +141,15 @@ def _enter_autocast_region(self: Any) -> Any:
 
 
 def _exit_autocast_region(self: Any, *_: Any) -> bool:
-    """Replacement of ``autocast.__exit__``: restore the autocast flags from before the region. Return ``False``, so
-    that exceptions go on. ``self``: the ``torch.autocast`` object."""
+    """Restore the autocast flags from before the region of ``self``, a ``torch.autocast`` object. This replaces
+    ``autocast.__exit__``. Return ``False``, so that exceptions propagate."""
     torch.set_autocast_enabled(self.device, self.prev[0])
     torch.set_autocast_dtype(self.device, self.prev[1])
     return False
 
 
 def _is_cast(value: Any) -> bool:
-    """Return whether autocast may cast ``value``: whether it is a floating-point tensor of a dtype other than
-    float64.
-    """
+    """Return whether autocast may cast ``value``: it is a floating-point tensor of a dtype other than float64."""
     return isinstance(value, Tensor) and value.dtype.is_floating_point and value.dtype != torch.float64
 
 
@@ -201,9 +200,9 @@ def find_cast_dtype(func: Any, args: Any, kwargs: Any, region: Asked, line: Call
 
 
 def _format_autocast_refusal(func: Any, region: Asked, line: Callable[[], str], reason: str) -> str:
-    """Return the message of the error that is raised if a plan cannot compute the operator ``func`` as it runs in an
-    autocast region. ``region``: (device type, dtype) of the region. ``line``: returns the line of the model's forward
-    that is running, as text. ``reason``: the reason."""
+    """Return the message of the error for an operator ``func`` that a plan cannot compute as it runs in an autocast
+    region. ``region``: (device type, dtype) of the region. ``line``: returns the line of the model's forward that is
+    running, as text. ``reason``: why it cannot be computed, as text."""
     return (
         f"{func.name()}{line()} in a region of torch.autocast({region[0]!r}, {region[1]}) cannot be kept exact "
         f"({reason}): "
@@ -212,7 +211,7 @@ def _format_autocast_refusal(func: Any, region: Asked, line: Callable[[], str], 
 
 
 class _TensorKey(NamedTuple):
-    """The shape, strides (``stride``) and dtype of a tensor, as a hashable key."""
+    """The shape, strides and dtype of a tensor, as a hashable key."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -252,10 +251,10 @@ def _run_in_thread(function: Callable[[], Any]) -> Any:
 
 
 def _observe_operand_cast(func: Any, arguments: list[Any], tree: pytree.TreeSpec, region: Asked) -> Any:
-    """Return the dtype to which autocast casts the operands of the operator ``func``, found by experiment: with
-    operands cast to it by hand and autocast off, the operator runs the same operators on the same dtypes as with
-    autocast on. Tried in this order: ``None`` (no cast), the dtype of the autocast region, float32. Return the constant
-    ``_DECOMPOSE`` if none of them does so.
+    """Return the dtype to which autocast casts the operands of the operator ``func``; ``None`` for no cast. It is found
+    by experiment: with operands cast to this dtype by hand and autocast off, the operator runs the same operators on
+    the same dtypes as with autocast on. These are tried in order: ``None``, the dtype of the autocast region, float32.
+    If none of them matches, return the constant ``_DECOMPOSE``.
 
     Args:
         func: the operator.
@@ -302,12 +301,11 @@ def _has_cast_rule(name: str, device: str) -> bool:
 
 
 def _log_operator_run(*call: Any, autocast_on: bool) -> Any:
-    """Run an operator on fake tensors, and return two lists. The first has an entry for each operator that this
-    executes and that computes something: (operator, dtypes of the floating-point tensors that it reads, dtypes of those
-    that it returns). The second has the floating-point dtypes of the results.
+    """Run an operator on fake tensors, and return two lists. The first has an entry for each operator that is executed
+    and computes something: (operator, dtypes of the floating-point tensors that it reads, dtypes of those that it
+    returns). The second has the floating-point dtypes of the results.
 
-    ``call``: five values: the operator, its flattened arguments, their structure, (device type, dtype) of autocast, and
-    the dtype to which operands are cast by hand (``None``: not cast). ``autocast_on``: whether autocast is on.
+    ``call``: the first five arguments of :func:`_run_with_cast_operands`. ``autocast_on``: whether autocast is on.
     """
     log, made = _run_with_cast_operands(*call, autocast_on=autocast_on)
     return log.entries, made
@@ -317,7 +315,7 @@ def _run_with_cast_operands(
     func: Any, arguments: list[Any], tree: pytree.TreeSpec, region: Asked, to: torch.dtype | None, *, autocast_on: bool
 ) -> tuple[_AutocastLog, list[torch.dtype]]:
     """Run the operator ``func`` on fake tensors, with its floating-point operands cast by hand to ``to``. Return two
-    values: the log of the operators that this executed, and a list of the floating-point dtypes of the results.
+    values: the log of the executed operators, and a list of the floating-point dtypes of the results.
 
     Args:
         func: the operator.
@@ -351,9 +349,9 @@ def _run_with_cast_operands(
 
 
 class _AutocastLog(TorchDispatchMode):
-    """Dispatch mode that records the operators that run in it, except those that only move or copy numbers.
-    ``entries``: a list of (operator, dtypes of the floating-point tensors that it reads, dtypes of those that it
-    returns). ``names``: the names of the operators."""
+    """Dispatch mode that records the operators that run in it, except those that only move or copy values. ``entries``:
+    a list of (operator, dtypes of the floating-point tensors that it reads, dtypes of those that it returns).
+    ``names``: the names of the operators."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -362,7 +360,7 @@ class _AutocastLog(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator ``func`` on ``args`` and ``kwargs`` and return its result. Record its name, and the
-        floating-point dtypes that it reads and returns, unless it only moves or copies numbers. ``types`` is not used.
+        floating-point dtypes that it reads and returns, unless it only moves or copies values. ``types`` is not used.
         """
         made = func(*args, **(kwargs or {}))
         read, gives = _list_floating_dtypes((args, kwargs or {})), _list_floating_dtypes(made)

@@ -1,19 +1,19 @@
 """Trace the gradients of ``torch.autograd.Function`` classes in the model's code, and check the model's hooks.
 
 A traced forward does not contain ``backward``, so a straight-through rounding would have no gradient at all. For ``y =
-f(x)`` with ``backward(g) = B g + c``, :func:`trace_custom_functions` computes ``f(x) + T(x - detach(x))``, where
-``T`` is ``B`` transposed. The second term is zero, and its gradient is exactly ``B g``. The added operators are
-ordinary ones, so they are sharded, cut and recomputed like any others.
+f(x)`` with ``backward(g) = B g + c``, :func:`trace_custom_functions` computes ``f(x) + T(x - detach(x))``, where ``T``
+is ``B`` transposed. The second term is zero, and its gradient is exactly ``B g``. The added operators are ordinary
+ones, so they are sharded, cut and recomputed like any others.
 
-The part ``c`` does not depend on the gradient of ``y``. A function may return such a part to inject an auxiliary loss.
-Autograd runs ``backward`` only if a result of the function contributes to the loss. In that case
+The part ``c`` does not depend on the gradient of ``y``; a function may use such a part to inject an auxiliary loss.
+Autograd runs ``backward`` only if a result of the function contributes to the loss. In that case,
 :func:`add_loss_terms` adds the term ``sum(c (x - detach(x)))`` to the loss. The term is zero and has the gradient
 ``c``. Loss scales, microbatches and shards treat it like all other terms of the loss.
 
-:func:`check_hooks` handles hooks, which a trace does not see or must not call. Hooks that only observe are left out,
-with a note to the user. Hooks on gradients that do more are refused. Hooks on forward that do more are traced together
-with forward. :func:`undo_hook_changes` restores what a hook stores outside of the model, so that no fake tensor stays
-in it.
+:func:`check_hooks` handles hooks, which a trace does not record or must not call. Hooks that only observe are left out,
+with a note to the user. Hooks on gradients that do more raise an error. Hooks on forward that do more are traced
+together with forward. :func:`undo_hook_changes` restores objects outside of the model that a hook has changed, so that
+no fake tensor stays in them.
 
 Requires: for hooks, a module before it is traced; for loss terms, a captured graph with the marker ``partition::own``
 on the results of such functions. Provides: a graph without markers whose loss contains the terms, and a module whose
@@ -78,21 +78,24 @@ torch.library.register_fake("partition::own", lambda x, *_: torch.empty_like(x),
 
 
 def _save_counts(ctx: Any, inputs: tuple[Tensor, list[Tensor], list[Tensor]], output: Tensor) -> None:
-    """Store in ``ctx`` the lengths of the two lists with which the operator ``partition::own(tensor, loss terms,
-    inputs)`` was called; its backward reads them. ``inputs``: the arguments of this call. ``output``: its result, which
-    is not used.
+    """Store in ``ctx``, for the backward of the operator ``partition::own(tensor, loss terms, inputs)``, the lengths of
+    the two lists with which the operator was called. ``inputs``: the arguments of this call. ``output``: its result,
+    which is not used.
 
-    The operator marks, during a trace, the result ``tensor`` of a user's ``torch.autograd.Function`` and the inputs of
-    this function. The loss terms are zeros with a gradient; they are added to the loss if it depends on the result."""
+    During a trace, the operator marks ``tensor``, the result of a user's ``torch.autograd.Function``, and the inputs of
+    this function. The loss terms are zeros with a gradient; they are added to the loss if the loss depends on the
+    result.
+    """
     ctx.counts = len(inputs[1]), len(inputs[2])
 
 
 def _pass_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, list[None], list[None]]:
-    """Compute the backward of the operator ``partition::own(tensor, loss terms, inputs)``, which returns its tensor
-    unchanged. Return ``grad``, the gradient of the operator's result, as the gradient of the tensor, and a list of
-    ``None`` for each of the two other arguments. ``ctx``: has the lengths of these lists.
+    """Compute the backward of the operator ``partition::own(tensor, loss terms, inputs)``, which returns ``tensor``
+    unchanged. Return ``grad``, the gradient of the result, as the gradient of ``tensor``, and a list of ``None`` for
+    each of the two lists. ``ctx``: has the lengths of these lists.
 
-    The operator only marks, during a trace, the result of a user's ``torch.autograd.Function``."""
+    During a trace, the operator only marks the result of a user's ``torch.autograd.Function``.
+    """
     terms, inputs = ctx.counts
     return grad, [None] * terms, [None] * inputs
 
@@ -132,10 +135,10 @@ def trace_custom_functions() -> Iterator[None]:
     """
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the ``torch.autograd.Function`` ``cls`` with ``args`` and ``kwargs`` during a trace, in place of
-        ``Function.apply``, and return its result. A user-defined function is traced so that its gradient is the one of
-        its ``backward``. Torch's own functions, and calls without a gradient, run as usual. For torch's activation
-        checkpointing, the checkpointed function is called directly."""
+        """Call the ``torch.autograd.Function`` ``cls`` with ``args`` and ``kwargs`` during a trace, and return its
+        result. This replaces ``Function.apply``. A user-defined function is traced so that its gradient is the one that
+        its ``backward`` returns. Torch's own functions, and calls without a gradient, run as usual. For torch's
+        activation checkpointing, the checkpointed function is called directly."""
         if cls is CheckpointFunction:  # the plan decides on recomputation, see ``IgnoredMemorySavers``
             return args[0](*args[_CHECKPOINT_ARGUMENTS:])
         takes_grad = any(isinstance(a, Tensor) and a.requires_grad for a in (*args, *kwargs.values()))
@@ -144,8 +147,8 @@ def trace_custom_functions() -> Iterator[None]:
         return _apply_custom_function(cls, _bind_positional_arguments(cls, args, kwargs))
 
     def transformed(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the ``torch.autograd.Function`` ``cls`` inside of a transform of ``torch.func``, in place of torch's
-        function for this, and return its result. Raise :class:`UnsupportedError` if ``cls`` is user-defined."""
+        """Call the ``torch.autograd.Function`` ``cls`` inside of a transform of ``torch.func``, and return its result.
+        This replaces torch's function for such calls. Raise :class:`UnsupportedError` if ``cls`` is user-defined."""
         if not _is_torch_class(cls):
             raise UnsupportedError(
                 f"{_format_class_name(cls)}.apply is called inside a transform of torch.func (vmap, grad, jvp), and a "
@@ -169,8 +172,8 @@ def _is_torch_class(cls: type) -> bool:
 
 def _bind_positional_arguments(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Return ``args`` and ``kwargs``, the arguments of a call of the ``torch.autograd.Function`` ``cls``, as one tuple
-    in the order of the parameters of its ``forward``. Its ``backward`` returns gradients in this order. Raise
-    :class:`UnsupportedError` if an argument can be passed only by keyword."""
+    in the order of the parameters of its ``forward``, which is also the order of the gradients that its ``backward``
+    returns. Raise :class:`UnsupportedError` if an argument can be passed only by keyword."""
     if not kwargs:
         return args
     before = () if _is_setup_context_defined(cls.setup_context) else (None,)
@@ -227,23 +230,23 @@ def _apply_custom_function(cls: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _build_gradient_term(constant: Tensor, change: Tensor) -> Tensor:
-    """Return a 0-dimensional tensor, the product of ``constant`` and ``change``, summed. ``change`` must be zero
-    everywhere, so that the result is zero; its gradient with respect to ``change`` is ``constant``. Added to a loss, it
-    adds ``constant`` to a gradient and changes nothing else."""
+    """Return the 0-dimensional tensor ``sum(constant * change)``. ``change`` must be zero everywhere, so that the
+    result is zero; the gradient of the result with respect to ``change`` is ``constant``. If the result is added to a
+    loss, it adds ``constant`` to the gradient of ``change`` and has no other effect."""
     if change.is_complex():
         return (constant.conj() * change).real.sum()
     return (constant * change).sum()
 
 
 def _select_needing_gradient(args: Sequence[Any], needs: Sequence[bool]) -> list[Tensor]:
-    """Return a list of the arguments in ``args`` that need a gradient. ``needs``: for each argument, whether it needs
-    one."""
+    """Return a list of the arguments in ``args`` for which the boolean in ``needs`` at the same position is true, that
+    is, which need a gradient."""
     return [a for a, need in zip(args, needs, strict=True) if need]
 
 
 def _marks_dirty(cls: Any) -> bool:
-    """Return whether the code of the ``torch.autograd.Function`` ``cls`` calls ``ctx.mark_dirty``, which says that it
-    writes to its arguments in place."""
+    """Return whether the code of the ``torch.autograd.Function`` ``cls`` calls ``ctx.mark_dirty``, by which a function
+    declares that it writes to its arguments in place."""
     functions = (inspect.unwrap(function) for function in (cls.forward, cls.setup_context))
     return any("mark_dirty" in f.__code__.co_names for f in functions if hasattr(f, "__code__"))
 
@@ -264,21 +267,22 @@ def _transpose_custom_backward(
     outputs: Sequence[Any],
     which: Sequence[int],
 ) -> TransposedBackward:
-    """Return the transpose of the ``backward`` of ``cls``, a user's ``torch.autograd.Function``. The transpose maps
-    changes (tangents) of the function's inputs to changes of its outputs, so that its traced gradient is ``backward``.
+    """Return the transpose of the ``backward`` of ``cls``, a user's ``torch.autograd.Function``: a linear map from
+    changes (tangents) of the function's inputs to changes of its outputs. The traced gradient of this map is what
+    ``backward`` returns.
 
-    ``ctx``: the context object that ``forward`` has filled. ``args``: the arguments of ``forward``. ``needs``: for
-    each argument, whether it needs a gradient. ``outputs``: the results of ``forward``. ``which``: the indices of
-    the results that can have a gradient. Raise :class:`UnsupportedError` if ``backward`` fails, cannot be traced or
-    is not affine in the gradients.
+    ``ctx``: the context object that ``forward`` has filled. ``args``: the arguments of ``forward``. ``needs``: for each
+    argument, whether it needs a gradient. ``outputs``: the results of ``forward``. ``which``: the indices of the
+    results that can have a gradient. Raise :class:`UnsupportedError` if ``backward`` fails, cannot be traced or is not
+    affine in the gradients.
     """
 
     own = cls.backward if cls.vjp is Function.vjp else cls.vjp
 
     def backward(*grads: Tensor | None) -> list[Tensor | None]:
         """Run ``backward`` of a user's ``torch.autograd.Function``. Return the gradients of those arguments that need
-        one, in order. ``None`` stands for a gradient of zero, also in ``grads``. ``grads``: the gradients of those
-        results that can have one."""
+        one, in order. ``grads``: the gradients of those results that can have one. In both, ``None`` stands for a
+        gradient of zero."""
         zeros = [torch.zeros_like(y) if isinstance(y, Tensor) and ctx.materialize_grads else None for y in outputs]
         given = dict(enumerate(zeros)) | dict(zip(which, grads, strict=True))
         with torch.no_grad(), _refuse_side_effects(cls):
@@ -319,13 +323,13 @@ def _transpose_custom_backward(
 
 
 def _match_gradients_to_inputs(found: Sequence[Any], args: Sequence[Any], needs: Sequence[bool]) -> list[Tensor | None]:
-    """Return the gradients of those arguments of a user's ``torch.autograd.Function`` that need one, in order. The
-    gradients are made from what its ``backward`` returned as autograd does: broadcast dims are summed, and dtypes cast.
-    ``None`` is a gradient of zero.
+    """Return the gradients of those arguments of a user's ``torch.autograd.Function`` that need one, in order. As in
+    autograd, broadcast dims are summed and dtypes are cast. ``None`` is a gradient of zero.
 
-    ``found``: what ``backward`` returned. ``args``: the arguments of ``forward``. ``needs``: for each argument, whether
-    it needs a gradient. Raise :class:`_InvalidBackward` if number, types or shapes of the gradients do not match the
-    arguments."""
+    ``found``: what the function's ``backward`` returned. ``args``: the arguments of ``forward``. ``needs``: for each
+    argument, whether it needs a gradient. Raise :class:`_InvalidBackward` if number, types or shapes of the gradients
+    do not match the arguments.
+    """
     if len(found) < len(args) or any(g is not None for g in found[len(args) :]):
         raise _InvalidBackward(f"it returns {len(found)} gradients for {len(args)} arguments")
     pairs = list(zip(found, args, needs, strict=False))
@@ -336,9 +340,8 @@ def _match_gradients_to_inputs(found: Sequence[Any], args: Sequence[Any], needs:
 
 
 def _fit_gradient_to_input(grad: Tensor, x: Tensor) -> Tensor:
-    """Return the gradient ``grad`` summed to the shape and cast to the dtype of ``x``, the tensor that it is the
-    gradient of. Raise :class:`_InvalidBackward` if its shape does not fit.
-    """
+    """Return ``grad``, the gradient of the tensor ``x``, summed to the shape and cast to the dtype of ``x``. Raise
+    :class:`_InvalidBackward` if the shape of ``grad`` cannot be summed to the one of ``x``."""
     if grad.shape != x.shape:
         behind = grad.shape[max(grad.dim() - x.dim(), 0) :]
         if len(behind) < x.dim() or any(have not in (size, 1) for have, size in zip(x.shape, behind, strict=True)):
@@ -360,7 +363,7 @@ class _UntraceableBackward(Exception):
 
 
 def _format_error_reason(error: Exception) -> str:
-    """Return the first line of the message of ``error``, or a text with its type if it has no message."""
+    """Return the first line of the message of ``error``; if there is no message, a text with the type of ``error``."""
     return next(iter(str(error).splitlines()), "").rstrip(".") or f"{type(error).__name__} is raised"
 
 
@@ -370,8 +373,8 @@ def _refuse_side_effects(cls: Any) -> Iterator[None]:
     :class:`UnsupportedError` is raised if ``backward`` calls ``torch.autograd.backward`` or assigns ``tensor.grad``."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        """Raise :class:`UnsupportedError` in place of running ``torch.autograd.backward``, which would store gradients
-        as a side effect. The arguments are not used."""
+        """Raise :class:`UnsupportedError`. This replaces ``torch.autograd.backward``, which would store gradients as a
+        side effect. The arguments are not used."""
         raise UnsupportedError(
             f"{_format_class_name(cls)}.backward runs layers again and calls backward() on them, so that gradients of "
             "weights are a side effect, which a plan cannot reproduce; expected a backward that returns all "
@@ -458,10 +461,10 @@ def check_hooks(model: nn.Module, *, train: bool) -> tuple[str, ...]:
 
 
 def _list_hooks(owner: Any, tables: dict[str, tuple[HookValue, ...]]) -> list[tuple[Any, tuple[HookValue, ...]]]:
-    """Return a list of all hooks of ``owner`` that are stored in the given attributes, each as (hook, kinds of its
+    """Return all hooks of ``owner`` that are stored in the attributes ``tables``, as a list of (hook, kinds of its
     arguments). ``owner``: a module, or ``torch.nn.modules.module`` for hooks on all modules. ``tables``: attribute name
-    -> kinds of the arguments with which its hooks are called; a kind says whether an argument is a module or a value.
-    """
+    -> kinds of the arguments with which the hooks in this attribute are called; a kind says whether an argument is a
+    module or a value."""
     return [(hook, given) for table, given in tables.items() for hook in getattr(owner, table).values()]
 
 
@@ -490,9 +493,8 @@ def _check_hook_effects(hook: Any, given: Sequence[HookValue], registration: str
 
 
 def _format_hook_note(hook: Any, of: str, at: str) -> str:
-    """Return a text for the user that says that a plan does not call ``hook``, because it only observes. ``of``: words
-    for what the hook is registered on, such as "of the model". ``at``: words for what it observes, such as "gradients".
-    """
+    """Return a text for the user that says that a plan does not call ``hook``, because it only observes. ``of``: what
+    the hook is registered on, such as "of the model". ``at``: what it observes, such as "gradients"."""
     return f"the hook {_format_hook_location(hook)} {of} only observes {at}: the plan does not call it"
 
 
@@ -538,9 +540,9 @@ def refuse_gradient_hooks(notes: list[str]) -> Iterator[None]:
     """
 
     def check_hook(given: Sequence[HookValue], registration: str) -> Callable[..., RemovableHandle]:
-        """Return a replacement for a torch function that registers a hook. It ignores a hook that only observes, and
-        raises :class:`UnsupportedError` for any other. ``given``: the kinds of the hook's arguments: module or value.
-        ``registration``: the word for what the hook is registered on, such as "tensor", for messages."""
+        """Return a replacement for a torch function that registers a hook. The replacement ignores a hook that only
+        observes, and raises :class:`UnsupportedError` for any other. ``given``: for each argument of the hook, whether
+        it is a module or a value. ``registration``: what the hook is registered on, such as "tensor", for messages."""
 
         def register(owner: Any, hook: Any, *args: Any, **kwargs: Any) -> RemovableHandle:
             """Ignore the hook ``hook``, which a model's forward wants to register on ``owner``, if it only observes
@@ -601,11 +603,8 @@ def refuse_gradient_hooks(notes: list[str]) -> Iterator[None]:
 @contextlib.contextmanager
 def skip_observing_hooks() -> Iterator[None]:
     """Return a context in which hooks on gradients that only observe, that is, return ``None`` and change nothing, are
-    not called.
-
-    ``Tensor.register_hook`` does not register such hooks in the context, and they are removed from the hooks on all
-    modules.
-    """
+    not called. ``Tensor.register_hook`` does not register such hooks in the context, and those on all modules are
+    removed."""
     native = Tensor.register_hook
 
     def register(tensor: Tensor, hook: Any) -> Any:
@@ -625,11 +624,11 @@ _REENTRANT_NOTE = (
 @dataclass
 class IgnoredMemorySavers:
     """The lines of a model's forward that save memory themselves, such as by activation checkpointing. A plan ignores
-    them and decides itself what is recomputed or offloaded.
+    this and decides itself what is recomputed or offloaded.
 
-    Each set has texts with file and line. ``checkpointed``: lines that use activation checkpointing. ``offloaded``:
-    lines that offload activations to host memory. ``without_gradients``: lines with checkpointed calls to which torch
-    would give no gradient.
+    Each field is a set of texts with file and line. ``checkpointed``: lines that use activation checkpointing.
+    ``offloaded``: lines that offload activations to host memory. ``without_gradients``: lines with checkpointed calls
+    to which torch would give no gradient.
     """
 
     checkpointed: set[str] = field(default_factory=set)
@@ -650,16 +649,16 @@ class IgnoredMemorySavers:
 
 @contextlib.contextmanager
 def _ignore_memory_savers(notes: list[str]) -> Iterator[None]:
-    """Return a context for tracing a model's forward. In it, each line of forward that uses activation checkpointing or
-    ``save_on_cpu`` adds a text for the user to ``notes``, and ``save_on_cpu`` has no effect, because a plan decides
-    itself what to keep in memory. Other hooks on tensors that are saved for backward raise :class:`UnsupportedError`.
+    """Return a context for tracing a model's forward, in which ``save_on_cpu`` has no effect, because a plan decides
+    itself what to keep in memory. Each line of forward that uses activation checkpointing or ``save_on_cpu`` adds a
+    text for the user to ``notes``. Other hooks on tensors that are saved for backward raise :class:`UnsupportedError`.
     """
     left = IgnoredMemorySavers()
     enter, leave = graph.saved_tensors_hooks.__enter__, graph.saved_tensors_hooks.__exit__
     run_later, run_twice = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction.apply
 
     def enter_hooks(hooks: Any) -> Any:
-        """Enter ``hooks``, a context for tensors that are saved for backward, in place of
+        """Enter ``hooks``, a context that changes how tensors are saved for backward. This replaces
         ``saved_tensors_hooks.__enter__``. For ``save_on_cpu``, only record the line of the model's forward. For hooks
         of the user, raise :class:`UnsupportedError`. For torch's other contexts, return what they return."""
         if isinstance(hooks, graph.save_on_cpu):
@@ -703,8 +702,8 @@ def _ignore_memory_savers(notes: list[str]) -> Iterator[None]:
 
 
 def _get_caller_class_name(function: Any) -> str:
-    """Return the class name of the module that is called by ``function``, the function passed to activation
-    checkpointing; an empty text if it is not known."""
+    """Return the class name of the module that ``function``, the function passed to activation checkpointing, calls; an
+    empty text if this module is not known."""
     if isinstance(function, functools.partial):
         return _get_caller_class_name(function.func) or next(
             (_get_caller_class_name(a) for a in function.args if isinstance(a, nn.Module)), ""
@@ -714,7 +713,7 @@ def _get_caller_class_name(function: Any) -> str:
 
 
 def _format_user_line() -> str:
-    """Return ``file:line`` of the line of the user's code that is running; a text that says so if it is not known."""
+    """Return ``file:line`` of the line of the user's code that is running; if it is not known, a text that says so."""
     frames = [f for f in traceback.extract_stack()[:-1] if is_user_file(f.filename)]
     return f"{shorten_file_path(frames[-1].filename)}:{frames[-1].lineno}" if frames else "a line that is not known"
 
@@ -734,9 +733,9 @@ _NO_OWNERS = (nn.Module, Tensor, type, types.ModuleType, types.FunctionType, typ
 
 @contextlib.contextmanager
 def undo_hook_changes(model: nn.Module, notes: list[str]) -> Iterator[None]:
-    """Return a context that undoes at its end what the forward hooks of ``model`` have changed outside of the model,
-    such as a list to which they append. ``notes``: a list to which a text for the user is added for each hook that had
-    changed something."""
+    """Return a context that, when it ends, undoes what the forward hooks of ``model`` have changed outside of the
+    model, such as a list to which they append. ``notes``: a list to which a text for the user is added for each hook
+    that had changed something."""
     before = [
         (hook, name, _HookState.take(hook))
         for name, module in model.named_modules()
@@ -756,7 +755,7 @@ def undo_hook_changes(model: nn.Module, notes: list[str]) -> Iterator[None]:
 
 class _HookState:
     """Snapshot of the closure variables and containers (lists, dicts, sets, deques) that a hook function can reach. It
-    is taken before a trace, to undo what the hook stores during the trace.
+    is taken before a trace, so that what the hook stores during the trace can be undone.
 
     ``cells``: pairs of a closure variable and its value. ``containers``: pairs of a container and a list of its items.
     """
@@ -767,9 +766,9 @@ class _HookState:
 
     @staticmethod
     def take(hook: Any) -> _HookState:
-        """Return a snapshot of what the hook function ``hook`` can reach and change: closure variables, default
-        arguments, globals that it names, attributes of these objects, and containers inside of these, one level deep.
-        """
+        """Return a snapshot of the objects that the hook function ``hook`` can reach and change: closure variables,
+        default arguments, globals that it names, attributes of these objects, and containers inside of these, one level
+        deep."""
         function = getattr(hook, "func", hook)
         function = getattr(function, "__func__", function)
         code = getattr(function, "__code__", None)
@@ -821,8 +820,8 @@ def add_loss_terms(captured: Captured) -> Captured:
     ``captured`` with the new node names of outputs, loss and updated buffers.
 
     Such an operator marks the result of a user's ``torch.autograd.Function`` whose ``backward`` adds a part that does
-    not depend on the incoming gradient. It holds loss terms: values of zero, with this part as gradient. The terms are
-    added to the loss if autograd would reach the function from the loss, because only then would its ``backward`` run.
+    not depend on the incoming gradient. Its loss terms have the value zero and this part as gradient. They are added to
+    the loss if autograd would reach the function from the loss, because only then would its ``backward`` run.
     """
     graph = captured.graph
     marks = [n for n in graph.nodes if n.target is OWN]
@@ -853,8 +852,8 @@ def add_loss_terms(captured: Captured) -> Captured:
 
 
 def _add_terms_to_loss(graph: fx.Graph, loss: fx.Node, terms: Iterable[fx.Node]) -> fx.Node:
-    """Append to ``graph`` the sum of ``loss`` and all ``terms`` (nodes of 0-dimensional tensors), which are cast to the
-    dtype of ``loss`` first. Return the node of the sum."""
+    """Append the sum of ``loss`` and all ``terms``, which are nodes of 0-dimensional tensors, to ``graph`` and return
+    the node of the sum. Each term is first cast to the dtype of ``loss``."""
     with graph.inserting_before(graph.output_node()):
         for term in terms:
             added = _insert_call_like(graph, aten._to_copy.default, (term,), {"dtype": loss.meta["val"].dtype}, loss)
@@ -874,9 +873,9 @@ def _insert_call_like(
 
 
 def _find_joined_nodes(graph: fx.Graph, loss: fx.Node, marks: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the set of those nodes of ``graph`` that are in ``marks`` or depend on a node in ``marks``, and to which
-    gradients (of any value, also zero) flow from ``loss`` in backward. ``loss`` is always in the set. ``marks``: nodes
-    that mark results of users' ``torch.autograd.Function`` classes."""
+    """Return the nodes of ``graph`` that are in ``marks`` or depend on a node in ``marks``, and to which gradients
+    (also of value zero) flow from ``loss`` in backward. ``loss`` is always in the returned set. ``marks``: nodes that
+    mark results of users' ``torch.autograd.Function`` classes."""
     behind = set(marks)
     for node in graph.nodes:
         if node not in behind and node.op == "call_function" and not behind.isdisjoint(node.all_input_nodes):
@@ -889,8 +888,8 @@ def _find_joined_nodes(graph: fx.Graph, loss: fx.Node, marks: Sequence[fx.Node])
 
 
 def _has_edge(node: fx.Node, operand: fx.Node) -> bool:
-    """Return whether autograd connects the result of the operator ``node`` with ``operand``, one of its operands, so
-    that a gradient can flow from the one to the other."""
+    """Return whether autograd would connect the result of the operator ``node`` with ``operand``, one of its operands,
+    so that a gradient flows from ``node`` to ``operand``."""
     if not is_differentiable(operand.meta["val"]) or not is_differentiable(node.meta["val"]):
         return False
     if node.target is OWN:

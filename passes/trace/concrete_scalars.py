@@ -5,10 +5,10 @@ on a mask that forward makes. Inside :func:`trace_concrete_scalars`, the number 
 it are run again on the model's constants and buffers, including in-place writes. If the number depends on inputs,
 parameters or random draws, it is not computed, and torch.export raises an error.
 
-Inside :func:`trace_module_conversions` a conversion of a module, such as ``self.router =
-self.router.to(torch.float32)``, has no effect if the module has that dtype already. Torch cannot replace the parameters
-of a module during a trace, even by equal ones. A conversion to another dtype would change the model's weights at the
-first call, and is refused.
+Inside :func:`trace_module_conversions`, a conversion of a module, such as ``self.router =
+self.router.to(torch.float32)``, has no effect if the module has that dtype already. (Torch cannot replace the
+parameters of a module during a trace, even by equal ones.) A conversion to another dtype would change the model's
+weights at the first call, and raises an error.
 """
 
 from __future__ import annotations
@@ -53,14 +53,13 @@ def trace_concrete_scalars(
     random_operators: list[str] | None = None,
 ) -> Iterator[None]:
     """Return a context for tracing a model's forward, in which forward may read tensors as numbers (``item``, ``bool``)
-    if these depend on no input, parameter or random number, such as a counter in a buffer.
+    if the numbers depend on no input, parameter or random draw. An example is a counter in a buffer.
 
     Args:
         model: the model.
         buffer_values: buffer name -> tensor with the buffer's real values.
-        read_buffers: a set that receives buffer names. A name is added if forward read a number that depends on this
-            buffer.
-        random_operators: a list that receives the names of random operators, if forward tried to read a number that
+        read_buffers: a set to which the names of buffers are added on which a number depends that forward read.
+        random_operators: a list to which the names of random operators are added if forward tried to read a number that
             depends on them; ``None`` if the names are not needed.
     """
     known, forward = (
@@ -79,11 +78,11 @@ def trace_concrete_scalars(
 
 class _ConcreteScalarMode(TorchFunctionMode):
     """A torch function mode for a trace, in which functions that read tensors as numbers, such as ``Tensor.item``,
-    return real numbers if these follow from constants and buffers of the model.
+    return real numbers if the numbers follow from constants and buffers of the model.
 
-    ``buffer_values``: buffer name -> tensor with the buffer's real values. ``read_buffers``: a set that receives buffer
-    names; one is added if forward read a number that depends on this buffer. ``random_operators``: a list that receives
-    the names of random operators, if forward tried to read a number that depends on them.
+    ``buffer_values``: buffer name -> tensor with the buffer's real values. ``read_buffers``: a set to which the names
+    of buffers are added on which a number depends that forward read. ``random_operators``: a list to which the names of
+    random operators are added if forward tried to read a number that depends on them.
     """
 
     def __init__(
@@ -94,8 +93,8 @@ class _ConcreteScalarMode(TorchFunctionMode):
         self.placeholders: dict[fx.Node, str] = {}  # placeholder of a buffer in the present trace -> the buffer's name
 
     def enter(self, model: nn.Module) -> None:
-        """Find the placeholders of the buffers of ``model`` in the graph of the trace that begins, and store them;
-        numbers that depend on buffers can then be computed. It must be called at the start of the model's forward."""
+        """Find and store the placeholders of the buffers of ``model`` in the graph of the trace that begins, so that
+        numbers that depend on buffers can be computed. It must be called at the start of the model's forward."""
         self.placeholders, mode = {}, get_proxy_mode()
         if mode is None:
             return
@@ -107,7 +106,7 @@ class _ConcreteScalarMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the torch function ``func`` with ``args`` and ``kwargs`` and return its result. If it reads traced
+        """Run the torch function ``func`` with ``args`` and ``kwargs`` and return its result. If ``func`` reads traced
         tensors as numbers, and these can be computed, it runs on tensors with real values. ``types`` is not used."""
         kwargs = kwargs or {}
         mode = get_proxy_mode() if func in _NUMBER_READING_FUNCTIONS else None
@@ -163,13 +162,14 @@ def _checks_finiteness(tensor: Tensor, tracer: Any) -> bool:
 
 
 def _name_operator(node: fx.Node) -> str:
-    """Return the name of the operator that ``node`` calls, without namespace and overload; empty for other nodes."""
+    """Return the name of the operator that ``node`` calls, without namespace and overload; an empty text if ``node``
+    does not call an operator."""
     schema = getattr(node.target, "_schema", None)
     return "" if schema is None else str(schema.name).rpartition("::")[2]
 
 
 def _format_user_line() -> str:
-    """Return `` (file:line)`` of the innermost line of the user's code that runs now, for messages; an empty text if
+    """Return `` (file:line)``, for messages, of the innermost line of the user's code that is running; an empty text if
     there is none."""
     frames = [f for f in traceback.extract_stack() if is_user_file(f.filename)]
     return f" ({shorten_file_path(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
@@ -183,9 +183,9 @@ def _suspend_tracing() -> Iterator[None]:
 
 
 def _find_needed_nodes(wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.Node] | None:
-    """Return the nodes that must run to compute the values of the nodes ``wanted``, in graph order. Operators that
-    write in place to memory that one of these nodes uses are among them. Return ``None`` if the values depend on an
-    input, a parameter or a random operator that is not in ``given``, or if they are too large.
+    """Return the nodes that must run to compute the values of the nodes ``wanted``, in graph order, including operators
+    that write in place to memory of such a node. Return ``None`` if the values depend on an input, a parameter or a
+    random operator that is not in ``given``, or if they are too large.
 
     ``given``: nodes whose values are known.
     """
@@ -224,8 +224,8 @@ def _find_random_sources(wanted: list[fx.Node]) -> list[str]:
 
 
 def _is_fixed(node: fx.Node) -> bool:
-    """Return whether ``node`` is a constant of the graph or a deterministic operator of torch, which computes equal
-    results from equal operands."""
+    """Return whether ``node`` is a constant of the graph or a deterministic operator of torch, whose result depends
+    only on its operands."""
     if node.op == "get_attr" or node.target is operator.getitem:
         return True
     overload = node.target
@@ -245,9 +245,8 @@ def list_written_operands(node: fx.Node) -> list[fx.Node]:
 
 
 def find_allocating_node(node: fx.Node) -> fx.Node:
-    """Return the node that allocated the memory of ``node``, found by following views and results of in-place operators
-    to the tensor that they share memory with.
-    """
+    """Return the node that allocated the memory of ``node``: ``node`` itself, or the tensor to which a chain of views
+    and in-place operators leads back from ``node``."""
     while node.all_input_nodes:
         schema = getattr(node.target, "_schema", None)
         aliases = node.target is operator.getitem or (
@@ -260,8 +259,8 @@ def find_allocating_node(node: fx.Node) -> fx.Node:
 
 
 def is_written(first: fx.Node, memory: set[fx.Node]) -> bool:
-    """Return whether the operator ``first`` or a later operator in its graph writes in place to memory that one of the
-    nodes in ``memory`` allocated."""
+    """Return whether ``first`` or a later operator of the same graph writes in place to memory that a node in
+    ``memory`` allocated."""
     nodes = list(first.graph.nodes)
     return any(
         find_allocating_node(to) in memory for node in nodes[nodes.index(first) :] for to in list_written_operands(node)
@@ -301,7 +300,7 @@ def trace_module_conversions(model: nn.Module, *, in_float64: bool) -> Iterator[
     """
 
     def convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Return ``module`` unchanged, in place of ``nn.Module._apply(function)``. Raise :class:`UnsupportedError` if
+        """Return ``module`` unchanged. This replaces ``nn.Module._apply``. Raise :class:`UnsupportedError` if
         ``function``, which converts a tensor, would change the dtype or device of a parameter or buffer of the module
         or its submodules. ``recurse`` is not used."""
         with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing(), _disable_current_modes():
@@ -325,6 +324,6 @@ def trace_module_conversions(model: nn.Module, *, in_float64: bool) -> Iterator[
 
 
 def _is_float_conversion(result: Any, tensor: Tensor) -> bool:
-    """Return whether a conversion of ``tensor`` to ``result`` may be ignored in a model in float64: ``tensor`` is in
+    """Return whether, in a model in float64, a conversion of ``tensor`` to ``result`` may be ignored: ``tensor`` is in
     float64, and ``result`` is floating-point and on the same device."""
     return bool(result.dtype.is_floating_point and tensor.dtype == torch.float64 and result.device == tensor.device)

@@ -1,9 +1,9 @@
 """Decide from a hook's source code, without calling it, whether the hook only observes its arguments.
 
 A hook that only observes returns ``None``, and changes neither its arguments nor the model. Calling the hook would not
-decide this: it may act only on large gradients, and it may store its arguments. Its source is interpreted abstractly
-instead: each value has one of a few kinds (``Kind``), and the kind decides which operations are allowed on the value.
-If no decision is possible, the hook is treated as one that acts.
+decide this: it may act only on large gradients, and it may store its arguments. Instead, its source is interpreted
+abstractly: each value has one of a few kinds (``Kind``), and the kind decides which operations are allowed on the
+value. If no decision is possible, the hook is treated as one that acts.
 """
 
 from __future__ import annotations
@@ -35,22 +35,19 @@ _MOST_OBJECTS, _MOST_DEPTH, _MOST_ROUNDS = 256, 6, 8
 
 @dataclass(frozen=True)
 class HookValue:
-    """The origin of a value that occurs in the source of a hook. The source is analysed without running the hook.
+    """The origin of a value in the source of a hook, which is analysed without running the hook.
 
-    ``kind``: "given": an argument of the hook or a view of one; "model": a module, or an object that a module holds;
-    "known": one of ``objects``, which exist already; "fresh": a new value that the hook makes; "none": ``None``; or
-    "unknown".
+    ``kind``: "given" for an argument of the hook or a view of one; "model" for a module, or an object that a module
+    holds; "known" for an object that existed before the hook runs and is one of ``objects``; "fresh" for a new value
+    that the hook makes; "none" for ``None``; or "unknown".
     """
 
     kind: Kind
     objects: tuple[Any, ...] = ()  # the objects that a ``known`` value may be
 
     def join(self, other: HookValue) -> HookValue:
-        """Return the common origin of two alternative values in the source of a hook: the value is this one or
-        ``other``, depending on what happens when the hook runs, as in ``a if c else b``.
-
-        An origin is one of: an argument of the hook, a part of the model, an object that exists already, a new value,
-        ``None``, or unknown."""
+        """Return one origin that covers two alternative values in the source of a hook, this one and ``other``, such as
+        those of ``a if c else b``."""
         if self.kind == other.kind:
             return HookValue("known", (*self.objects, *other.objects)[:_MOST_OBJECTS]) if self.kind == "known" else self
         kinds = {self.kind, other.kind}
@@ -73,7 +70,7 @@ class _SideEffect(Exception):
 
 
 def describe_hook_effect(hook: Callable[..., Any], given: Sequence[HookValue]) -> str | None:
-    """Return a text that says what ``hook`` does or may do besides observing its arguments; ``None`` if it only
+    """Return a text that says what ``hook`` does or may do besides observing its arguments. Return ``None`` if it only
     observes, that is, returns ``None`` and changes nothing. The hook is not called; its source is analysed.
 
     ``given``: for each argument of the hook, whether it is a module or a value.
@@ -86,17 +83,16 @@ def describe_hook_effect(hook: Callable[..., Any], given: Sequence[HookValue]) -
 
 
 def find_code(hook: Callable[..., Any]) -> tuple[str, types.CodeType | None]:
-    """Return two values: the qualified name of the function behind ``hook`` (which may be a partial, a bound method or
-    a callable object), and its code object; ``None`` in place of the code if it is not a Python function."""
+    """Return (qualified name, code object) of the function behind ``hook``, which may be a partial, a bound method or a
+    callable object. The code object is ``None`` if the function is not a Python function."""
     function, _, _ = _unwrap_callable(hook)
     return getattr(function, "__qualname__", type(hook).__qualname__), getattr(function, "__code__", None)
 
 
 def _unwrap_callable(called: Any) -> tuple[Any, list[HookValue], dict[str, HookValue]]:
-    """Return three values for ``called``, a function, partial, bound method or callable object: the function behind
-    it, and the origins of the positional arguments and, by name, of the keyword arguments that the object passes in
-    addition (such as ``self``). The origin of a value says whether it is an argument of the hook, a part of the
-    model, an object that exists already, a new value, ``None``, or unknown."""
+    """Return three values for ``called``, a function, partial, bound method or callable object: the function behind it;
+    and the origins of the arguments that ``called`` itself adds to a call, such as ``self``, as a list of positional
+    and a dict of keyword arguments. An origin is a :class:`HookValue`, such as "known" (an existing object)."""
     first: list[HookValue] = []
     named: dict[str, HookValue] = {}
     for _ in range(_MOST_DEPTH):
@@ -124,9 +120,9 @@ _PLAIN = (str, bytes, int, float, complex, bool, torch.dtype, torch.device, torc
 
 
 def _classify_object(value: Any) -> HookValue:
-    """Return the origin of the existing object ``value``, such as a closure variable of a hook, for the analysis of
-    the hook's source. Its kind is "none" for ``None``, "fresh" (as for new values) for a number, text or the like,
-    which a hook cannot change, and otherwise "known", with the object itself."""
+    """Return the origin (a :class:`HookValue`) of the existing object ``value``, such as a closure variable of a hook:
+    "none" for ``None``; "fresh", as for new values, for a number, text or another object that a hook cannot change;
+    otherwise "known", with the object itself."""
     if value is None:
         return NONE
     return FRESH if isinstance(value, _PLAIN) else HookValue("known", (value,))
@@ -183,15 +179,15 @@ def _is_state(value: Any) -> bool:
 
 
 def _is_inplace_name(name: str) -> bool:
-    """Return whether a method or function with the name ``name`` writes to its tensor in place or takes part in
+    """Return whether ``name`` is the name of a method or function that writes to its tensor in place or takes part in
     training, such as ``add_`` or ``backward``."""
     return name in _WRITING or name in _TRAINING or (name.endswith("_") and not name.endswith("__"))
 
 
 def _evaluate_call(called: Any, args: list[HookValue], named: dict[str, HookValue], depth: int) -> HookValue:
-    """Return the origin of the result of a call in a hook's source, without running it. Raise :class:`_SideEffect` if
-    the call may change its arguments, the model or other state. The origin of a value says whether it is an argument of
-    the hook, a part of the model, an object that exists already, a new value, ``None``, or unknown.
+    """Return the origin (a :class:`HookValue`, such as "given" for an argument of the hook) of the result of a call in
+    a hook's source, without running it. Raise :class:`_SideEffect` if the call may change its arguments, the model or
+    other state.
 
     Args:
         called: the function or object that is called.
@@ -267,13 +263,14 @@ _PYTHON = str(Path(logging.__file__).parent.parent)
 def _call_torch(
     name: str, module_name: str, owner: Any, values: list[HookValue], protected: list[HookValue]
 ) -> HookValue:
-    """Return the origin of the result of a call of a torch function, or of a method of a tensor or module, in a hook's
-    source. Raise :class:`_SideEffect` if the call may change something. The origin of a value says whether it is an
-    argument of the hook, a part of the model, an object that exists already, a new value, ``None``, or unknown.
+    """Return the origin (a :class:`HookValue`, such as "given" for an argument of the hook) of the result of a call, in
+    a hook's source, of a torch function or of a method of a tensor or module. Raise :class:`_SideEffect` if the call
+    may change something.
 
-    ``name``: the function's name. ``module_name``: the name of its Python module. ``owner``: the object of a method,
-    else ``None``. ``values``: the origin of each argument. ``protected``: those of ``values`` that the call must not
-    change."""
+    ``name``: the function's name. ``module_name``: the name of its Python module. ``owner``: the object of a method;
+    ``None`` for a function. ``values``: the origin of each argument. ``protected``: those of ``values`` that the call
+    must not change.
+    """
     if module_name.startswith(_TORCH_MODULES_WITHOUT_EFFECTS):
         return FRESH
     if isinstance(owner, nn.Module) or any(isinstance(o, nn.Module) for v in values[:1] for o in v.objects):
@@ -290,20 +287,17 @@ def _call_torch(
 
 
 def _join_value_elements(value: HookValue) -> HookValue:
-    """Return the origin of an element of ``value``, a value in a hook's source such as a container. The origin of a
-    value says whether it is an argument of the hook, a part of the model, an object that exists already, a new
-    value, ``None``, or unknown."""
+    """Return the origin (a :class:`HookValue`) of an element of ``value``, the origin of a value in a hook's source,
+    such as a container."""
     if value.kind != "known":
         return FRESH if value.kind == "none" else value
     return functools.reduce(HookValue.join, map(_join_object_elements, value.objects))
 
 
 def _join_object_elements(owner: Any) -> HookValue:
-    """Return the origin of an element of the existing object ``owner``, for the analysis of a hook's source. For a
-    container with at least one element and not too many, the result covers all elements. For a tensor, it is the
-    tensor itself, because its elements share its memory. For any other object, it is unknown. The origin of a value
-    says whether it is an argument of the hook, a part of the model, an object that exists already, a new value,
-    ``None``, or unknown."""
+    """Return the origin (a :class:`HookValue`) of an element of the existing object ``owner``, which the source of a
+    hook reads. For a container with at least one element and not too many, the result covers all elements. For a
+    tensor, it is the tensor itself, because its elements share its memory. For any other object, it is "unknown"."""
     if isinstance(owner, Tensor):
         return HookValue("known", (owner,))
     held = (
@@ -321,10 +315,9 @@ class _HookReader:
     """Analyses the source of one Python function, such as a hook, without running it. ``depth``: the number of calls
     that enclose the call of this function.
 
-    The reader finds the origin of each value: an argument of the hook, a part of the model, an object that exists
-    already, a new value, ``None``, or unknown. A local name has one origin in the whole function, and the statements
-    are analysed again until no origin changes. The order of statements and the number of loop iterations therefore do
-    not matter.
+    The reader finds the origin (a :class:`HookValue`) of each value. A local name has one origin in the whole function,
+    and the statements are analysed again until no origin changes. The order of statements and the number of loop
+    iterations therefore do not matter.
     """
 
     def __init__(self, function: types.FunctionType, depth: int) -> None:
@@ -334,11 +327,12 @@ class _HookReader:
         self.result: HookValue | None = None
 
     def find_returned_value(self, args: list[HookValue], named: dict[str, HookValue]) -> HookValue:
-        """Return the origin of the value that the analysed function returns. The origin of a value says whether it is
-        an argument of the hook, a part of the model, an object that exists already, a new value, ``None``, or unknown.
+        """Return the origin (a :class:`HookValue`, such as "given" for an argument of the hook) of the value that the
+        analysed function returns.
 
         ``args``, ``named``: the origin of its positional arguments and, by name, of its keyword arguments. Raise
-        :class:`_SideEffect` if the function may change something, or cannot be analysed."""
+        :class:`_SideEffect` if the function may change something, or cannot be analysed.
+        """
         self._bind_parameters(args, named)
         for _ in range(_MOST_ROUNDS):
             before, self.result = dict(self.names), None
@@ -350,11 +344,11 @@ class _HookReader:
         raise _SideEffect("is too involved to be read")
 
     def _bind_parameters(self, args: list[HookValue], named: dict[str, HookValue]) -> None:
-        """Record the origin of each parameter of the analysed function in one call. A parameter without an argument
-        gets the origin of its default, or "unknown". The origin of a value says whether it is an argument of the hook,
-        a part of the model, an object that exists already, a new value, ``None``, or unknown.
+        """Record the origin (a :class:`HookValue`) of each parameter of the analysed function in one call. A parameter
+        without an argument gets the origin of its default; if it has no default, "unknown".
 
-        ``args``, ``named``: the origin of the call's positional arguments and, by name, of its keyword arguments."""
+        ``args``, ``named``: the origin of the call's positional arguments and, by name, of its keyword arguments.
+        """
         parameters = self.node.args
         names = [a.arg for a in (*parameters.posonlyargs, *parameters.args)]
         defaults = dict(zip(reversed(names), reversed(self.function.__defaults__ or ()), strict=False))
@@ -371,8 +365,8 @@ class _HookReader:
                 self.names[extra.arg] = functools.reduce(HookValue.join, rest, FRESH)
 
     def create_side_effect(self, effect: str, node: ast.AST) -> _SideEffect:
-        """Return the exception that says that the analysed function may change something. ``effect``: words for what it
-        may do. ``node``: the part of the syntax tree that does it, for its line."""
+        """Return the exception which says that the analysed function may change something. ``effect``: what it may do,
+        as text. ``node``: the part of the syntax tree that does it, for the line number."""
         return _SideEffect(f"{effect} (line {getattr(node, 'lineno', '?')})")
 
     # statements
@@ -384,10 +378,9 @@ class _HookReader:
             self.read_statement(statement)
 
     def read_statement(self, node: ast.stmt) -> None:
-        """Analyse the statement ``node`` of a hook's source: record the origins of the values that it assigns to
-        names or returns. The origin of a value says whether it is an argument of the hook, a part of the model, an
-        object that exists already, a new value, ``None``, or unknown. Raise :class:`_SideEffect` if the statement
-        may change something, raise an error, or cannot be analysed."""
+        """Analyse the statement ``node`` of a hook's source, and record the origins (:class:`HookValue`) of the values
+        that it assigns to names or returns. Raise :class:`_SideEffect` if the statement may change something, raise an
+        error, or cannot be analysed."""
         match node:
             case ast.Return():
                 found = NONE if node.value is None else self.evaluate_node(node.value)
@@ -436,8 +429,8 @@ class _HookReader:
                 raise self.create_side_effect(f"has a statement that is not read ({type(node).__name__.lower()})", node)
 
     def _bind_imported_names(self, node: ast.Import | ast.ImportFrom) -> None:
-        """Record the object that each name bound by ``node``, an import statement in a hook's source, stands for;
-        the name's value is unknown if its module is not loaded."""
+        """Record the object for which each name stands that ``node``, an import statement in a hook's source, binds. If
+        the module is not loaded, the name's origin is "unknown"."""
         for alias in node.names:
             name = alias.asname or alias.name.partition(".")[0]
             if isinstance(node, ast.Import):
@@ -447,13 +440,13 @@ class _HookReader:
             self.names[name] = UNKNOWN if found is None else HookValue("known", (found,))
 
     def store_value(self, target: ast.expr, found: HookValue) -> None:
-        """Record an assignment in a hook's source, without running it: a name gets the origin ``found``, or, if it has
-        another one already, an origin that covers both. The origin of a value says whether it is an argument of the
-        hook, a part of the model, an object that exists already, a new value, ``None``, or unknown. Raise
-        :class:`_SideEffect` for an assignment to an attribute or element of an object that the hook has not made, or
-        that is a part of training.
+        """Record an assignment in a hook's source, without running it. A name gets the origin ``found``, or, if it
+        already has another one, an origin that covers both. Raise :class:`_SideEffect` for an assignment to an
+        attribute or element of an object that the hook has not made and that did not exist before, or that is a part of
+        training.
 
-        ``target``: the expression that is assigned to. ``found``: the origin of the assigned value.
+        ``target``: the expression to which a value is assigned. ``found``: the origin (a :class:`HookValue`) of this
+        value.
         """
         match target:
             case ast.Name():
@@ -474,10 +467,9 @@ class _HookReader:
     # expressions
 
     def evaluate_node(self, node: ast.expr) -> HookValue:
-        """Return the origin of the value of the expression ``node`` in a hook's source. Raise :class:`_SideEffect`
-        if evaluating it may change something, or if it cannot be analysed. The origin of a value says whether it is
-        an argument of the hook, a part of the model, an object that exists already, a new value, ``None``, or
-        unknown."""
+        """Return the origin (a :class:`HookValue`, such as "given" for an argument of the hook) of the value of the
+        expression ``node`` in a hook's source. Raise :class:`_SideEffect` if evaluating it may change something, or if
+        it cannot be analysed."""
         match node:
             case ast.Constant():
                 return NONE if node.value is None else FRESH
@@ -514,19 +506,16 @@ class _HookReader:
         return FRESH if isinstance(node, ast.Compare | ast.JoinedStr | ast.FormattedValue) else _join_held_values(parts)
 
     def evaluate_either(self, *nodes: ast.expr) -> HookValue:
-        """Return the origin of the value of an expression in a hook's source that has the value of one of ``nodes``,
-        such as ``a if c else b``. It is ``None`` only if all of them are ``None``. The origin of a value says
-        whether it is an argument of the hook, a part of the model, an object that exists already, a new value,
-        ``None``, or unknown."""
+        """Return the origin (a :class:`HookValue`) of an expression in a hook's source that has the value of one of
+        ``nodes``, such as ``a if c else b``. It is "none" only if all of ``nodes`` are ``None``."""
         found = [self.evaluate_node(n) for n in nodes]
         if all(f.kind == "none" for f in found):
             return NONE
         return functools.reduce(HookValue.join, [FRESH if f.kind == "none" else f for f in found])
 
     def evaluate_comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> HookValue:
-        """Return the origin of the value of the comprehension ``node`` in a hook's source, and record the origin of
-        its loop names. The origin of a value says whether it is an argument of the hook, a part of the model, an
-        object that exists already, a new value, ``None``, or unknown."""
+        """Return the origin (a :class:`HookValue`) of the value of the comprehension ``node`` in a hook's source, and
+        record the origin of its loop names."""
         for loop in node.generators:
             self.store_value(loop.target, _join_value_elements(self.evaluate_node(loop.iter)))
             for test in loop.ifs:
@@ -535,9 +524,8 @@ class _HookReader:
         return _join_held_values([self.evaluate_node(p) for p in parts])
 
     def evaluate_name(self, name: str) -> HookValue:
-        """Return the origin of the value of ``name`` in the analysed function: of a local name, a closure variable,
-        a global or a builtin; "unknown" if it is none of these. The origin of a value says whether it is an argument
-        of the hook, a part of the model, an object that exists already, a new value, ``None``, or unknown."""
+        """Return the origin (a :class:`HookValue`) of the value of ``name`` in the analysed function: a local name, a
+        closure variable, a global or a builtin. It is "unknown" if ``name`` is none of these."""
         if name in self.names:
             return self.names[name]
         cells = dict(zip(self.function.__code__.co_freevars, self.function.__closure__ or (), strict=True))
@@ -552,9 +540,8 @@ class _HookReader:
         return UNKNOWN
 
     def evaluate_attribute(self, base: HookValue, name: str) -> HookValue:
-        """Return the origin of the attribute ``name`` of an object in a hook's source. The origin of a value says
-        whether it is an argument of the hook, a part of the model, an object that exists already, a new value,
-        ``None``, or unknown. ``base``: the origin of the object."""
+        """Return the origin (a :class:`HookValue`) of the attribute ``name`` of an object in a hook's source. ``base``:
+        the origin of the object."""
         if base.kind != "known":
             return FRESH if base.kind == "none" or name in _DESCRIBING else base
         found = FRESH
@@ -569,10 +556,8 @@ class _HookReader:
         return found
 
     def evaluate_call(self, node: ast.Call) -> HookValue:
-        """Return the origin of the result of the call ``node`` in a hook's source. Raise :class:`_SideEffect`, with
-        the line of the call, if it may change something or cannot be analysed. The origin of a value says whether it
-        is an argument of the hook, a part of the model, an object that exists already, a new value, ``None``, or
-        unknown."""
+        """Return the origin (a :class:`HookValue`) of the result of the call ``node`` in a hook's source. Raise
+        :class:`_SideEffect`, with the line of the call, if the call may change something or cannot be analysed."""
         args = [self.evaluate_node(a) for a in node.args]
         named = {k.arg or "**": self.evaluate_node(k.value) for k in node.keywords}
         text = ast.unparse(node.func)
@@ -596,10 +581,9 @@ class _HookReader:
             raise found_out if "(line " in str(found_out) else self.create_side_effect(str(found_out), node) from None
 
     def evaluate_method_call(self, function: ast.Attribute, base: HookValue, values: list[HookValue]) -> HookValue:
-        """Return the origin of the result of a method call in a hook's source, on an object that does not exist before
-        the hook runs. Raise :class:`_SideEffect` if the method may change its object or an argument. The origin of a
-        value says whether it is an argument of the hook, a part of the model, an object that exists already, a new
-        value, ``None``, or unknown.
+        """Return the origin (a :class:`HookValue`) of the result of a method call in a hook's source, on an object that
+        does not exist before the hook runs. Raise :class:`_SideEffect` if the method may change an argument of the hook
+        or the model, or cannot be analysed.
 
         Args:
             function: the expression ``object.method`` of the call.
@@ -630,10 +614,9 @@ _DESCRIBING = {
 
 
 def _join_held_values(values: Sequence[HookValue]) -> HookValue:
-    """Return the origin of a new value in a hook's source that is made of ``values`` or holds them, such as a list.
-    It covers all ``values``; an existing object that is not a part of training (a module, tensor, optimizer) counts
-    as a value that the hook has made, which it may change. The origin of a value says whether it is an argument of
-    the hook, a part of the model, an object that exists already, a new value, ``None``, or unknown."""
+    """Return the origin (a :class:`HookValue`) of a new value in a hook's source that is made of ``values`` or holds
+    them, such as a list. It covers all ``values``. In it, an existing object that is not a part of training (a module,
+    tensor, optimizer) counts as "fresh", that is, as a value that the hook may change. ``values``: origins."""
     plain = [
         FRESH if v.kind == "none" or (v.kind == "known" and not any(map(_is_state, v.objects))) else v for v in values
     ]
@@ -641,8 +624,8 @@ def _join_held_values(values: Sequence[HookValue]) -> HookValue:
 
 
 def _is_existing_container(value: HookValue) -> bool:
-    """Return whether ``value``, a value in a hook's source, is known to be a list, dict, set or deque that exists
-    before the hook runs."""
+    """Return whether ``value``, the origin of a value in a hook's source, shows that the value is a list, dict, set or
+    deque that exists before the hook runs."""
     return value.kind == "known" and all(isinstance(o, _CONTAINERS) for o in value.objects)
 
 
@@ -677,7 +660,7 @@ def _find_code_definition(code: types.CodeType) -> Definition:
 
 
 def _build_code_key(code: types.CodeType) -> tuple[str, int, bytes]:
-    """Return the name, first line and bytecode of the code object ``code``, by which it is compared with others."""
+    """Return (name, first line, bytecode) of the code object ``code``, for comparison with other code objects."""
     return code.co_name, code.co_firstlineno, code.co_code
 
 
@@ -690,7 +673,8 @@ def _parse_and_compile(text: str, file: str) -> tuple[ast.Module, tuple[types.Co
 
 
 def _iterate_nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield the code objects of all functions defined inside ``code``, outer ones before the ones inside of them."""
+    """Yield the code objects of all functions defined inside ``code``. The code object of a function comes before those
+    defined inside it."""
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield constant
@@ -708,16 +692,14 @@ def _first_line(node: Definition) -> int:
 
 
 def _has_name_of_code(node: Definition, code: types.CodeType) -> bool:
-    """Return whether the definition ``node`` has the name of the code object ``code``; a lambda has the name
-    ``<lambda>``."""
+    """Return whether the function definition ``node`` has the same name as the code object ``code``. The name of a
+    lambda is ``<lambda>``."""
     return code.co_name == (node.name if isinstance(node, ast.FunctionDef) else "<lambda>")
 
 
 def _has_position_inside(node: Definition, place: tuple[int | None, int | None, int | None, int | None]) -> bool:
     """Return whether a position of source code starts inside the definition ``node``. ``place``: (line, end line,
-    column, end column), as ``code.co_positions()`` yields it; ``None`` for a line or column that is not known, which
-    counts as 0.
-    """
+    column, end column), as ``code.co_positions()`` yields it. An unknown line or column is ``None`` and counts as 0."""
     line, _, column, _ = place
     start, end = (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
     return start <= (line or 0, column or 0) <= end

@@ -1,10 +1,10 @@
 """Trace gradients that forward itself computes (``torch.autograd.grad``, ``torch.func``) as ordinary operators.
 
-A trace records the operators that forward calls, but none that the autograd engine calls. A force that is the gradient
-of an energy would become a constant without numbers in the graph. Inside :func:`trace_inner_gradients` such a call
-takes the operators between its inputs and its outputs out of the trace so far, differentiates them, and calls the
-derivative, which is traced like everything else. The derivative consists of operators that can be differentiated again,
-as the backward of the whole model needs.
+A trace records the operators that forward calls, but none that the autograd engine calls. For example, a force that is
+the gradient of an energy would become a constant without values in the graph. Inside :func:`trace_inner_gradients`, a
+call that computes a gradient takes the traced operators between its inputs and its outputs, differentiates them, and
+calls the derivative, which is traced like everything else. The derivative consists of operators that can be
+differentiated again, as the backward of the whole model needs.
 
 The operators between inputs and outputs are computed a second time for the derivative. Later reads of the outputs use
 the second result, so the first is dropped if nothing else needs it.
@@ -42,8 +42,8 @@ _PLAIN_FLAG: Any = torch._C.TensorBase.requires_grad
 
 
 def _restrict_to_real(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the decomposition ``function`` of an operator, restricted to real tensors: it returns ``NotImplemented``
-    for complex ones, because some operators in it have no derivative for them."""
+    """Return the decomposition ``function`` of an operator, restricted to real tensors. For complex ones, it returns
+    ``NotImplemented``, because some operators in the decomposition have no derivative for complex tensors."""
 
     def simpler(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, Tensor) and x.is_complex() for x in args):
@@ -103,17 +103,19 @@ def trace_inner_gradients(line: Callable[[], str]) -> Iterator[None]:
 class _InnerGradients:
     """Replacements of torch's gradient functions during one trace of a model's forward.
 
-    ``line``: returns the line of forward that is running, as text for error messages. ``node_counts``: for each node
-    whose tensor forward has set to require a gradient, the number of nodes that the graph had at that time. Operators
-    before this point that read the tensor pass no gradient to it, as in autograd."""
+    ``line``: returns the line of forward that is running, as text for error messages. ``node_counts``: node of a tensor
+    that forward has set to require a gradient -> the number of nodes that the graph had at that time. As in autograd,
+    operators before this point that read the tensor pass no gradient to it.
+    """
 
     line: Callable[[], str]
     node_counts: dict[fx.Node, int] = field(default_factory=dict)
 
     def request_gradient(self, tensor: Tensor, flag: bool = True) -> Tensor:
-        """Set whether ``tensor`` requires a gradient to ``flag``, in place of ``tensor.requires_grad_(flag)``, and
-        return ``tensor``. If it begins to require one, the present number of nodes of the traced graph is stored in
-        :attr:`node_counts`, because earlier operators that read the tensor must pass no gradient to it."""
+        """Set whether ``tensor`` requires a gradient to ``flag``, and return ``tensor``. This replaces
+        ``tensor.requires_grad_(flag)``. If the tensor begins to require a gradient, the present number of nodes of the
+        traced graph is stored in :attr:`node_counts`, because earlier operators that read the tensor must pass no
+        gradient to it."""
         tracer = _find_active_tracer()
         node = _get_node(tensor, tracer) if tracer is not None else None
         if node is not None and flag and not _PLAIN_FLAG.__get__(tensor):
@@ -121,8 +123,8 @@ class _InnerGradients:
         return _plain_requires_grad_(tensor, flag)
 
     def assign_requires_grad(self, tensor: Tensor, flag: bool) -> None:
-        """Set whether ``tensor`` requires a gradient to ``flag``, in place of the assignment ``tensor.requires_grad =
-        flag``. If it begins to require one, the present number of nodes of the traced graph is stored in
+        """Set whether ``tensor`` requires a gradient to ``flag``. This replaces the assignment ``tensor.requires_grad =
+        flag``. If the tensor begins to require a gradient, the present number of nodes of the traced graph is stored in
         :attr:`node_counts`, because earlier operators that read the tensor must pass no gradient to it."""
         self.request_gradient(tensor, flag)
 
@@ -137,13 +139,13 @@ class _InnerGradients:
         accumulate_grad: bool = False,
     ) -> tuple[Any, ...]:
         """Compute gradients by traced operators, in place of torch's autograd engine. Return a tuple with the gradient
-        of ``outputs`` with respect to each of ``inputs``; ``None`` for an input on which no output depends.
+        of ``outputs`` with respect to each of ``inputs``; ``None`` for an input on which no output depends. Outside of
+        a trace, torch's engine is called.
 
         ``grad_outputs``: the gradient of each output. ``create_graph``: whether the results can be differentiated
-        again. ``allow_unreachable``: whether ``None`` is allowed in the result; if not, raise :class:`RuntimeError` for
-        it. ``accumulate_grad``: whether gradients are to be stored on tensors, as ``backward()`` does; if so, raise
-        :class:`UnsupportedError`. ``keep_graph`` is not used during a trace. Outside of a trace, torch's engine is
-        called.
+        again. ``allow_unreachable``: if false, raise :class:`RuntimeError` for a ``None`` in the result.
+        ``accumulate_grad``: if true, gradients are to be stored on tensors, as ``backward()`` does, and
+        :class:`UnsupportedError` is raised. ``keep_graph`` is not used during a trace.
         """
         tracer = _find_active_tracer()
         if tracer is None:
@@ -183,8 +185,8 @@ class _InnerGradients:
             )
 
     def create_error(self, action: str, reason: str) -> UnsupportedError:
-        """Return the error that says that the model's forward cannot be traced. ``action``: words for what forward does
-        at the line that is running. ``reason``: words for the reason."""
+        """Return the error which says that the model's forward cannot be traced. ``action``: what forward does at the
+        line that is running, as text. ``reason``: the reason, as text."""
         return UnsupportedError(f"forward {action}{self.line()}, which {reason}")
 
 
@@ -192,10 +194,10 @@ class _InnerGradients:
 class _GradientBody:
     """The part of a traced graph through which forward takes a gradient itself.
 
-    ``outputs``, ``inputs``: the nodes of the tensors whose gradient is taken, and of those with respect to which it is
-    taken; ``None`` for a tensor that is not in the trace. ``body``: the operators between them, in graph order.
-    ``external_nodes``: the nodes that ``body`` reads from outside, and the inputs that do not depend on another input.
-    ``tensors``: the outputs as tensors.
+    ``outputs``: the nodes of the tensors whose gradient is taken. ``inputs``: the nodes of the tensors with respect to
+    which it is taken. Both have ``None`` for a tensor that is not in the trace. ``body``: the operators between inputs
+    and outputs, in graph order. ``external_nodes``: the nodes that ``body`` reads from outside, and the inputs that do
+    not depend on another input. ``tensors``: the outputs as tensors.
     """
 
     outputs: list[fx.Node | None]
@@ -207,7 +209,7 @@ class _GradientBody:
     @classmethod
     def extract(cls, tracer: Any, gradients: _InnerGradients, outputs: list[Any], inputs: list[Any]) -> _GradientBody:
         """Return the part of the traced graph between the tensors ``inputs`` and ``outputs``. Raise
-        :class:`UnsupportedError` if it has an operator that cannot be computed a second time.
+        :class:`UnsupportedError` if one of its operators cannot be computed a second time.
 
         ``tracer``: torch's object that records the traced operators. ``gradients``: the replacements of torch's
         gradient functions in this trace.
@@ -302,17 +304,17 @@ class _GradientBody:
     @staticmethod
     def _redirect_reads(tracer: Any, tensor: Tensor, again: Tensor) -> None:
         """Change the trace so that operators that are recorded from now on and use ``tensor`` read the node of
-        ``again`` instead. ``again``: a traced tensor with equal values. ``tracer``: torch's object that records the
-        traced operators.
+        ``again`` instead. This is called for the tensors whose gradient was taken, because they were computed again
+        together with the gradient.
 
-        This is called for the tensors whose gradient was taken, because they were computed again together with the
-        gradient."""
+        ``again``: the traced tensor with equal values from the second computation. ``tracer``: torch's object that
+        records the traced operators.
+        """
         track_tensor(tensor, get_proxy_slot(again, tracer).proxy, constant=None, tracer=tracer)
 
 
 def _find_active_tracer() -> Any:
-    """Return torch's object that records the operators of the trace that is active; ``None`` if nothing is being
-    traced."""
+    """Return torch's object that records the operators of the active trace; ``None`` if nothing is being traced."""
     mode = _get_dispatch_mode_pre_dispatch(_TorchDispatchModeKey.PROXY)
     return None if mode is None else mode.tracer
 
@@ -330,7 +332,8 @@ def _make_empty_like(value: Tensor) -> Tensor:
 
 def _make_tracked_tensor(tracer: Any, node: fx.Node, value: Tensor) -> Tensor:
     """Return a new tensor that stands for the result of ``node`` in the trace that ``tracer`` records. ``value``: a
-    tensor whose shape, strides and dtype it gets. It requires a gradient if its dtype allows this."""
+    tensor whose shape, strides and dtype the new tensor gets. The new tensor requires a gradient if its dtype allows
+    this."""
     made = _make_empty_like(value)
     if made.is_floating_point() or made.is_complex():
         _plain_requires_grad_(made)
@@ -353,10 +356,10 @@ def _is_gradient_stopped(node: fx.Node) -> bool:
 
 def _check_recomputable(node: fx.Node, reached: set[fx.Node], gradients: _InnerGradients) -> None:
     """Raise :class:`UnsupportedError` if the operator ``node`` cannot be computed a second time with an equal result,
-    as a gradient that forward takes itself requires.
+    which is necessary if forward itself takes a gradient through it.
 
-    ``reached``: nodes that depend on the tensors with respect to which the gradient is taken. ``gradients``: creates
-    the error.
+    ``reached``: nodes that depend on the tensors with respect to which the gradient is taken. ``gradients``: the object
+    that creates the error.
     """
     if node.target is operator.getitem:
         return
@@ -385,8 +388,8 @@ def _check_recomputable(node: fx.Node, reached: set[fx.Node], gradients: _InnerG
 
 def _find_written_values(node: fx.Node) -> list[fx.Node]:
     """If ``node`` is an in-place operator, return the nodes that stand for the same tensor before its writes: the
-    operand of ``node``, then the operand of the in-place operator that made this one, and so on. The last is the node
-    that created the tensor. Return an empty list for any other node."""
+    operand to which ``node`` writes; if this is the result of an in-place operator, its operand; and so on, back to the
+    node that created the tensor. Return an empty list for any other node."""
     found = []
     while isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
         node = node.args[0]  # type: ignore[assignment]
@@ -395,7 +398,7 @@ def _find_written_values(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_random_operator(node: fx.Node) -> bool:
-    """Return whether the operator ``node`` draws random numbers; dropout that is switched off does not."""
+    """Return whether the operator ``node`` draws random numbers. Dropout that is switched off draws none."""
     tagged = torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
@@ -426,7 +429,7 @@ def _is_mutating_node(node: fx.Node) -> bool:
 
 
 def _functionalize_graph(traced: fx.GraphModule, arguments: list[Tensor]) -> fx.GraphModule:
-    """Return a graph that computes what ``traced`` computes, with no operator that writes in place. ``arguments``:
+    """Return a graph that computes the same as ``traced``, without operators that write in place. ``arguments``:
     tensors of the shapes and dtypes of its inputs."""
 
     def run(*flat: Tensor) -> list[Any]:
@@ -437,7 +440,7 @@ def _functionalize_graph(traced: fx.GraphModule, arguments: list[Tensor]) -> fx.
 
 def _take_out_detached(traced: fx.GraphModule) -> None:
     """Remove ``detach`` operators from ``traced``, the graph of a derivative, in place. They come from tensors that
-    autograd saved, and would stop a gradient of the derivative."""
+    autograd saved, and would stop gradients if the derivative is differentiated again."""
     for node in list(traced.graph.nodes):
         if node.target in _DETACHES:
             node.replace_all_uses_with(node.args[0])
@@ -450,10 +453,10 @@ def _check_derivable(traced: fx.GraphModule, arguments: list[Tensor], gradients:
     """Raise :class:`UnsupportedError` if torch would compute wrong second derivatives. ``traced``: the graph of a first
     derivative, which is to be differentiated again.
 
-    Derivatives are wrong if the graph reads a secondary result of an operator, such as the mean that a norm returns:
-    torch treats some of these as constants although they depend on the operands. ``arguments``: tensors of the shapes
-    and dtypes of the graph's inputs. ``gradients``: the object that makes the exception, with a message that names the
-    model's code.
+    Second derivatives are wrong if the graph reads a secondary result of an operator, such as the mean that a norm
+    returns: torch treats some of these as constants although they depend on the operands. ``arguments``: tensors of the
+    shapes and dtypes of the graph's inputs. ``gradients``: the object that creates the error, whose message names the
+    line of the model's code.
     """
     env: dict[fx.Node, Any] = {}
     floating = (
@@ -480,11 +483,12 @@ def _decompose_convolution_backward(
     grad: Tensor, input: Tensor, weight: Tensor, bias_sizes: Any, *options: Any
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None] | Any:
     """Decompose ``convolution_backward`` into a transposed convolution if only the gradient of the input is wanted.
-    Return (gradient of the input, ``None``, ``None``), or ``NotImplemented`` if other gradients are wanted too.
+    Return (gradient of the input, ``None``, ``None``). If other gradients are wanted, too, return ``NotImplemented``.
 
     ``grad``: the gradient of the convolution's result. ``input``, ``weight``: its operands. ``bias_sizes``: the shape
     of its bias, or ``None``. ``options``: stride, padding, dilation, whether the convolution is transposed, output
-    padding, number of groups, and three booleans: whether the gradients of input, weight and bias are wanted."""
+    padding, number of groups, and three booleans: whether the gradients of input, weight and bias are wanted.
+    """
     stride, padding, dilation, transposed, _, groups, wanted = options
     if list(wanted) != [True, False, False]:
         return NotImplemented
@@ -528,9 +532,9 @@ def _compute_grad_and_value(
 def _compute_output_and_vjp(
     func: Callable[..., Any], *primals: Any, argnums: Any = None, has_aux: bool = False
 ) -> tuple[Any, ...]:
-    """Compute ``torch.func.vjp`` in a way that can be traced. Return the output of ``func`` for the arguments
-    ``primals``, and a function that maps gradients of the output to gradients of the arguments; with ``has_aux`` also
-    the auxiliary result of ``func``.
+    """Compute ``torch.func.vjp`` in a way that can be traced. Return (the output of ``func`` for the arguments
+    ``primals``, a function that maps gradients of the output to gradients of the arguments). If ``has_aux`` is true,
+    also return the auxiliary result of ``func``.
 
     ``argnums``: the index or indices of the arguments that are differentiated; ``None`` means all.
     """
@@ -553,8 +557,8 @@ def _compute_output_and_vjp(
 def _compute_output_and_jvp(
     func: Callable[..., Any], primals: Any, tangents: Any, argnums: Any, *, strict: bool = False, has_aux: bool = False
 ) -> tuple[Any, ...]:
-    """Compute ``torch.func.jvp`` in a way that can be traced. Return the output of ``func`` and its directional
-    derivative along ``tangents``; with ``has_aux`` also the auxiliary result of ``func``.
+    """Compute ``torch.func.jvp`` in a way that can be traced. Return (the output of ``func``, its directional
+    derivative along ``tangents``). If ``has_aux`` is true, also return the auxiliary result of ``func``.
 
     ``primals``: the arguments of ``func``. ``tangents``: a direction for each differentiated argument. ``argnums``: the
     index or indices of these arguments. ``strict`` is not used. The Jacobian-vector product is computed as the gradient
@@ -570,13 +574,13 @@ def _compute_output_and_jvp(
 
 
 def _unroll_vmap_rows(func: Callable[..., Any], in_dims: Any = 0, out_dims: int = 0, **_: Any) -> Callable[..., Any]:
-    """Return a function that computes what ``torch.vmap(func)`` computes by a loop: it calls ``func`` for each index
-    along dim 0 of its arguments, and stacks the results along ``out_dims``. ``torch.func`` computes Jacobians with it.
-    ``in_dims`` is not used; ``torch.func`` passes 0."""
+    """Return a function that computes ``torch.vmap(func)`` by a loop: it calls ``func`` for each index along dim 0 of
+    its arguments, and stacks the results along ``out_dims``. ``torch.func`` uses it to compute Jacobians. ``in_dims``
+    is not used; ``torch.func`` passes 0."""
 
     def call_per_row(*args: Any) -> Any:
-        """Call the function that was given to ``torch.vmap`` once for each index along dim 0 of the tensors in
-        ``args``, and return its results, stacked."""
+        """Call the function that was passed to ``torch.vmap`` once for each index along dim 0 of the tensors in
+        ``args``, and return the stacked results."""
         leaves, spec = pytree.tree_flatten(args)
         rows = [func(*pytree.tree_unflatten([x[i] for x in leaves], spec)) for i in range(leaves[0].shape[0])]
         parts = [pytree.tree_flatten(row) for row in rows]
@@ -588,8 +592,9 @@ def _unroll_vmap_rows(func: Callable[..., Any], in_dims: Any = 0, out_dims: int 
 
 
 def _separate_arguments(args: tuple[Any, ...], argnums: Any) -> tuple[tuple[Any, ...], Any]:
-    """Return two values: ``args`` with the differentiated arguments replaced by separate tensors that require
-    gradients; and these separate tensors alone (not in a tuple if ``argnums`` is an integer).
+    """Replace the differentiated arguments by separate tensors that require gradients. Return (``args`` with these
+    replacements, a tuple of the replacements alone). If ``argnums`` is an integer, the second value is the single
+    replacement instead of a tuple.
 
     ``argnums``: the index or indices of the arguments that are differentiated; ``None`` means all.
     """
@@ -602,8 +607,8 @@ def _separate_arguments(args: tuple[Any, ...], argnums: Any) -> tuple[tuple[Any,
 
 
 def _make_separate_tensor(value: Any) -> Any:
-    """Return a new tensor with the values of ``value`` that requires a gradient. If ``value`` requires one, gradients
-    also flow on to ``value``. Return a value that is not a tensor unchanged."""
+    """Return a new tensor with the values of ``value`` that requires a gradient. If ``value`` requires a gradient,
+    gradients also flow on to ``value``. A value that is not a tensor is returned unchanged."""
     if not isinstance(value, Tensor):
         return value
     return aten.alias.default(value) if value.requires_grad else value.detach().requires_grad_()

@@ -1,14 +1,15 @@
 """Switch generation (key/value) caches off, and decide whether forward computes the same without them.
 
-A configuration's ``use_cache`` makes forward keep keys and values for a next call of generation. A training step has no
-such call, so the cache is redundant unless something else depends on it: some models mask padding only if they make no
-cache.
+If ``use_cache`` is set in a configuration, forward keeps keys and values for the next call of generation. A training
+step has no such call, so the cache is redundant unless something else depends on it: some models mask padding only if
+they make no cache.
 
 :func:`do_caches_matter` runs forward once without caches and once with them. It gives every tensor an integer
-identifier that stands for the operations it was computed by. If the results have different identifiers, the caches
-matter, and the model is traced with them. Inputs and weights are fake tensors. Tensors that depend on neither have real
-values (up to a size), so that forward can read them, and are identified by their values. Of equal layers only one is
-run; the results of the others are identified by their operands."""
+identifier that stands for the operations that computed it. If the results of the two runs have different identifiers,
+the caches matter, and the model is traced with them. Inputs and weights are fake tensors. Tensors that depend on
+neither have real values (up to a size), so that forward can read them, and are identified by their values. Of equal
+layers only one is run; the results of the others are identified by their operands.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ _MAX_IDENTIFIED_ELEMENTS = 1 << 16  # most elements of a tensor that is identifi
 
 
 def switch_caches_off(model: nn.Module) -> tuple[Any, ...]:
-    """Set ``use_cache`` to False in every configuration object that the modules of ``model`` hold. Return a tuple of
-    the configuration objects in which it was True."""
+    """Set ``use_cache`` to False in all configuration objects in the modules of ``model``. Return a tuple of the
+    configuration objects in which it was True."""
     found = []
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -58,8 +59,8 @@ def do_caches_matter(model: nn.Module, mode: FakeTensorMode, configs: Sequence[A
         model: the model.
         mode: the fake tensor mode of the model's tensors.
         configs: configuration objects in which ``use_cache`` was set to False.
-        run: calls forward, and returns its result or the exception that it raises. If both runs raise exceptions of one
-            type, their last calls of torch functions are compared instead of results.
+        run: calls forward, and returns its result or the exception that it raises. If both runs raise exceptions of the
+            same type, their last calls of torch functions are compared instead of results.
     """
     names: dict[Any, int] = {}
     for groups in (find_equal_layers(model, _MIN_GROUP_SIZE), []):
@@ -77,8 +78,8 @@ def do_caches_matter(model: nn.Module, mode: FakeTensorMode, configs: Sequence[A
 
 @contextmanager
 def _enable_caches(configs: Sequence[Any]) -> Iterator[None]:
-    """Return a context in which ``use_cache`` is True in all the configuration objects ``configs``; it is False
-    afterwards."""
+    """Return a context in which ``use_cache`` is True in all the configuration objects ``configs``. It is False after
+    the context."""
     for config in configs:
         config.use_cache = True
     try:
@@ -91,10 +92,10 @@ def _enable_caches(configs: Sequence[Any]) -> Iterator[None]:
 def _name_output_tensors(
     model: nn.Module, groups: Sequence[ModuleGroup], named: _TensorNamingMode, run: Callable[[], Any]
 ) -> tuple[dict[Any, int] | Exception, Any]:
-    """Run a model's forward and identify its results by how they were computed. Return two values: a dict: path of an
-    output tensor in the result -> integer, or in its place the exception that forward raised; and a hashable key of the
-    last torch function that forward called and of its arguments. Tensors that were computed by the same operations have
-    equal integers.
+    """Run a model's forward and identify its results by the operations that computed them. Return two values. The first
+    is a dict: path of an output tensor in the result -> integer; integers are equal for tensors that were computed by
+    the same operations. If forward raised an exception, the first value is the exception instead. The second is a
+    hashable key of the last torch function that forward called and of its arguments.
 
     Args:
         model: the model.
@@ -115,8 +116,8 @@ def _name_output_tensors(
 @contextmanager
 def _reuse_equal_calls(groups: Sequence[ModuleGroup], named: _TensorNamingMode) -> Iterator[None]:
     """Return a context that makes a run of a model faster. Of the calls of equal modules with arguments of the same
-    shapes and types, only the first is run. Other calls return new tensors of the same shapes, whose identifiers depend
-    on the call's operands.
+    shapes and types, only the first is run. Every other call returns new tensors of the same shapes as the first; their
+    identifiers depend on the call's operands.
 
     ``groups``: the groups of equal modules. ``named``: the mode that gives every tensor an identifier.
     """
@@ -141,11 +142,11 @@ def _run_once_per_kind(
     **kwargs: Any,
 ) -> Any:
     """Call ``forward`` of ``module`` with ``args`` and ``kwargs`` and return its result. If an equal module was called
-    before with arguments of the same shapes and types, return new tensors of the shapes of its result instead, whose
-    identifiers depend on the operands.
+    before with arguments of the same shapes and types, do not call ``forward``, but return new tensors of the shapes of
+    the earlier result. The identifiers of the new tensors depend on the operands.
 
-    ``first``: a dict from a key of the shapes and types of arguments to the result of the first call; a first call is
-    added to it. ``named``: the mode that gives every tensor an identifier.
+    ``first``: key of the shapes and types of arguments -> result of the first call; a first call is added to it.
+    ``named``: the mode that gives every tensor an identifier.
     """
     with torch._C.DisableTorchFunction():
         leaves, tree = pytree.tree_flatten((args, kwargs))
@@ -170,14 +171,14 @@ class _TensorNamingMode(TorchFunctionMode):
     """Torch function mode that gives every tensor an integer identifier. Two tensors have the same identifier if they
     were computed by the same operations from the same tensors.
 
-    ``mode``: the fake tensor mode of the model's tensors. ``names``: a dict from a hashable key of a computation to the
-    identifier of its result; two runs of a model share it if their results are to be compared. ``last``: a key of the
-    last call of a torch function.
+    ``mode``: the fake tensor mode of the model's tensors. ``names``: hashable key of a computation -> identifier of its
+    result; two runs of a model whose results are compared share this dict. ``last``: a key of the last call of a torch
+    function.
     """
 
     def __init__(self, mode: FakeTensorMode, names: dict[Any, int]) -> None:
-        """Start with no tensor identified. ``mode``: the fake tensor mode of the model's tensors. ``names``: a dict
-        from a key of a computation to the identifier of its result; new ones are added."""
+        """Start with no tensor identified. ``mode``: the fake tensor mode of the model's tensors. ``names``: key of a
+        computation -> identifier of its result; new identifiers are added to this dict."""
         super().__init__()
         self.mode, self.names = mode, names
         self.last: Any = None  # key of the last call of a torch function
@@ -187,17 +188,18 @@ class _TensorNamingMode(TorchFunctionMode):
         self._instead: dict[int, Tensor] = {}  # id of a tensor with values -> the fake tensor that replaces it
 
     def assign_id(self, tensor: Tensor, key: Any) -> Tensor:
-        """Give ``tensor`` an integer identifier if it has none, and return the tensor. If the tensor is small and has
-        real values, its identifier stands for these values, otherwise for ``key``, a key of how it was computed."""
+        """Give ``tensor`` an integer identifier if it has none, and return ``tensor``. If the tensor is small and has
+        real values, the identifier stands for these values; otherwise for ``key``, a key of the computation of the
+        tensor."""
         if id(tensor) not in self._by_id:
             self._held.append(tensor)
             self._by_id[id(tensor)] = self._assign_key_number(_read_small_tensor(tensor) or key)
         return tensor
 
     def get_id(self, tensor: Tensor) -> int:
-        """Return the integer identifier of ``tensor``, which stands for how its present values were computed. If a call
-        has written in place to its memory, the identifier depends on that call, too. A tensor of unknown origin gets an
-        identifier of its own."""
+        """Return the integer identifier of ``tensor``, which stands for the computation of its present values. If a
+        call has written in place to its memory, the identifier depends on this call, too. A tensor of unknown origin
+        gets an identifier of its own."""
         self.assign_id(tensor, ("other", id(tensor)))
         name, written = self._by_id[id(tensor)], self._written.get(_identify_storage(tensor))
         return name if written is None else self._assign_key_number((name, written))
@@ -209,9 +211,9 @@ class _TensorNamingMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the torch function ``func`` with ``args`` and ``kwargs``, on tensors with real values if all operands
-        have them, otherwise on fake tensors, and return its result. Give identifiers to the new tensors, and new
-        identifiers to tensors to which it has written. ``types`` is not used."""
+        """Run the torch function ``func`` with ``args`` and ``kwargs`` and return its result. The function runs on
+        tensors with real values if all operands have them, otherwise on fake tensors. New tensors, and tensors to which
+        the function has written, get new identifiers. ``types`` is not used."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
             if self._instead:
@@ -253,9 +255,9 @@ class _TensorNamingMode(TorchFunctionMode):
         return self.mode.from_tensor(tensor, static_shapes=True)
 
     def _replace_by_fake(self, tensor: Tensor, asked: Any) -> Tensor:
-        """Return a fake copy (without values) of ``tensor``, which takes its place in all later calls. It is needed
-        before a call of a torch function writes unknown values into ``tensor``. ``asked``: a key of this call, which
-        enters the new identifiers of the copy and of other views of the memory."""
+        """Return a fake copy (without values) of ``tensor``, which replaces ``tensor`` in all later calls. This is
+        needed before a call of a torch function writes unknown values into ``tensor``. ``asked``: a key of this call;
+        the new identifiers of the copy and of other views of the memory depend on it."""
         fake = self._make_fake_tensor(tensor.clone())
         self._held.append(fake)
         self._by_id[id(fake)] = self.get_id(tensor)
@@ -266,8 +268,7 @@ class _TensorNamingMode(TorchFunctionMode):
         return fake
 
     def _record_same_numbers(self, result: Tensor, source: Tensor) -> None:
-        """Give the tensor ``result`` the integer identifier of the tensor ``source``, because the two have equal
-        values."""
+        """Give the tensor ``result`` the identifier of the tensor ``source``, because both have equal values."""
         if id(result) not in self._by_id:
             self._held.append(result)
             self._by_id[id(result)] = self.get_id(source)
@@ -279,9 +280,9 @@ class _TensorNamingMode(TorchFunctionMode):
 
 
 def _find_value_source(func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> Tensor | None:
-    """Return the operand of a call of the torch function ``func`` whose values the result of the call has, as for a
-    clone, or a concatenation of one tensor with empty ones; ``None`` if there is none. ``args``: the arguments of the
-    call. ``result``: its result."""
+    """If the result of a call of the torch function ``func`` has the same values as one of its operands, return this
+    operand; otherwise return ``None``. Examples are a clone, and a concatenation of one tensor with empty ones.
+    ``args``: the arguments of the call. ``result``: its result."""
     first: Any = args[0] if args else None
     if func in _SAME and isinstance(first, Tensor):
         return first
@@ -312,6 +313,6 @@ def _is_in_place_function(func: Callable[..., Any]) -> bool:
 
 
 def _identify_storage(tensor: Tensor) -> int:
-    """Return an integer that identifies the memory of ``tensor``: it is equal for tensors that share their memory, and
-    different for others."""
+    """Return an integer that identifies the memory of ``tensor``; tensors that share their memory have the same
+    integer."""
     return int(tensor.untyped_storage()._cdata)

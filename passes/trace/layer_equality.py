@@ -2,13 +2,13 @@
 
 Two modules are equal if they have the same class, the same tree of submodules, parameters and buffers of the same
 shapes, dtypes and flags, tied in the same way, no hooks, and equal attributes. An integer or text attribute may differ
-between all members (a layer's index or name). ``passes/trace/layer_reuse.py`` finds out during the trace whether
-``forward`` reads it.
+between all members of a group (a layer's index or name). ``passes/trace/layer_reuse.py`` finds out during the trace
+whether ``forward`` reads such an attribute.
 
-The time of a trace grows with the number of the model's parameters. :class:`ParkedParameters` therefore removes the
-parameters of a module while the model is traced, if a single operator replaces the module's call in the graph
-(``passes/trace/layer_reuse.py``). If code looks for such a parameter meanwhile, :class:`ParkedParameterError` is
-raised, and the model is traced with all parameters.
+The time of a trace grows with the number of the model's parameters. If a single operator replaces the call of a module
+in the graph (``passes/trace/layer_reuse.py``), :class:`ParkedParameters` therefore removes the module's parameters
+while the model is traced. If code looks for such a parameter meanwhile, :class:`ParkedParameterError` is raised, and
+the model is traced with all parameters.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class NotEquivalent(Exception):
 
 
 class UnreadableAttribute:
-    """Placeholder for the value of a module's attribute that forward must not read, because it differs between modules
-    that should compute the same. Every use except an ``is`` test raises :class:`NotEquivalent`. ``kept``: the
+    """Placeholder for the value of a module attribute that differs between modules that should compute the same, so
+    that forward must not read it. Every use except an ``is`` test raises :class:`NotEquivalent`. ``kept``: the
     attribute's real value."""
 
     def __init__(self, kept: Any) -> None:
         self.kept = kept  # real value of the attribute
 
     def _refuse_attribute_use(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise :class:`NotEquivalent`, in place of any use of this placeholder, which stands for an attribute that
-        differs between modules that should compute the same. The arguments are not used."""
+        """Raise :class:`NotEquivalent`. This method replaces every use of the attribute for which this placeholder
+        stands. The arguments are not used."""
         raise NotEquivalent("forward reads an attribute that each layer has for itself")
 
     __getattr__ = __call__ = __bool__ = __int__ = __index__ = __float__ = __str__ = __repr__ = __format__ = (
@@ -71,7 +71,7 @@ class UnreadableAttribute:
 class ModuleGroup:
     """Modules of a model that compute the same with different weights, such as the decoder layers.
 
-    ``members``: the modules. ``names``: the path of each of them in the model. ``own_attributes``: the attributes whose
+    ``members``: the modules. ``names``: the path of each member in the model. ``own_attributes``: the attributes whose
     values differ between the members, such as a layer's index, as (path of a submodule in the member, attribute name).
     """
 
@@ -85,7 +85,7 @@ def find_equal_layers(model: nn.Module, minimum: int) -> list[ModuleGroup]:
     ``minimum``: the smallest number of modules of a group.
 
     Modules are equal if they have the same class, submodules, attributes, and shapes of parameters and buffers. An
-    integer or text attribute, such as an index, may differ between all modules of a group.
+    integer or text attribute, such as an index, may have a different value in each module of a group.
     """
     counts: dict[int, int] = {}
     for name, _ in model.named_modules(remove_duplicate=False):
@@ -110,8 +110,8 @@ def find_equal_layers(model: nn.Module, minimum: int) -> list[ModuleGroup]:
 
 def _split_by_own_attributes(members: Sequence[_Member], minimum: int) -> Iterable[ModuleGroup]:
     """Split ``members``, modules that are equal except for integer and text attributes, into groups, and yield each
-    group of at least ``minimum`` modules. An attribute whose value is different in each member, such as a layer's
-    index, may differ within a group. All other attributes are equal in a group.
+    group of at least ``minimum`` modules. Within a group, an attribute, such as a layer's index, either has a different
+    value in each member or the same value in all.
 
     ``members``: each as (name, module, values of its integer and text attributes by (submodule path, attribute name)).
     """
@@ -132,9 +132,8 @@ def _split_by_own_attributes(members: Sequence[_Member], minimum: int) -> Iterab
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Return whether ``module`` has parameters and is more than a single operator of ``torch.nn``, such as
-    ``nn.Linear``.
-    """
+    """Return whether ``module`` has parameters and is not just a single operator of ``torch.nn``, such as
+    ``nn.Linear``."""
     single = type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
     return not single and next(module.parameters(), None) is not None
 
@@ -146,10 +145,10 @@ def has_call_hooks(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Description:
-    """A description of what a module computes, for comparison with other modules.
+    """A description of the computation of a module, for comparison with other modules.
 
-    ``key``: a hashable value that is equal for modules that are equal except for the values of integer and text
-    attributes. ``texts``: (submodule path, attribute name) -> value, of these attributes.
+    ``key``: a hashable value, equal for modules that are equal except for the values of integer and text attributes.
+    ``texts``: (submodule path, attribute name) -> value, for these attributes.
     """
 
     key: Any
@@ -157,7 +156,7 @@ class Description:
 
 
 def describe_layer_module(module: nn.Module) -> Description:
-    """Return a description of what ``module`` computes, which can be compared with those of other modules. Raise
+    """Return a description of the computation of ``module``, for comparison with other modules. Raise
     :class:`NotEquivalent` if the module has hooks, or a ``forward`` that is set on the instance."""
     if has_call_hooks(module) or any("forward" in vars(m) for m in module.modules()):
         raise NotEquivalent("hooked")
@@ -169,8 +168,9 @@ def describe_module_state(module: nn.Module, texts: dict[tuple[str, str], Any] |
     """Return a hashable value that describes ``module``: its submodules, attributes, and shapes and flags of its
     parameters and buffers.
 
-    ``texts``: a dict that receives the integer and text attributes, (submodule path, attribute name) -> value; only
-    their types are then part of the returned value. With ``None``, their values are part of it.
+    ``texts``: a dict to which integer and text attributes are added, (submodule path, attribute name) -> value. Of
+    these attributes, the returned value then contains only the types. If ``texts`` is ``None``, it contains their
+    values.
     """
     parts = list(module.named_modules(remove_duplicate=False))
     inside = {id(m): name for name, m in reversed(parts)}  # a module with several names has the first one
@@ -198,7 +198,7 @@ def describe_module_state(module: nn.Module, texts: dict[tuple[str, str], Any] |
 
 
 def tensor_spec(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a tuple of the properties of ``tensor`` on which a trace can depend, except its values: whether it is a
+    """Return a tuple of everything about ``tensor``, except its values, on which a trace can depend: whether it is a
     parameter, shape, strides, dtype, device, layout, and whether it requires a gradient."""
     return (
         type(tensor) is nn.Parameter,
@@ -219,7 +219,7 @@ def is_simple(value: Any) -> bool:
 
 
 def build_value_key(value: Any, key_of_tensor: Callable[[Tensor], Any]) -> Any:
-    """Return a hashable key of ``value``, an argument of a function, that is equal for equal arguments in two runs. An
+    """Return a hashable key of ``value``, an argument of a function. Keys are equal for equal arguments in two runs. An
     object that cannot be compared is identified by its ``id``. ``key_of_tensor``: returns the key of a tensor."""
     if isinstance(value, Tensor):
         return key_of_tensor(value)
@@ -235,12 +235,12 @@ def build_value_key(value: Any, key_of_tensor: Callable[[Tensor], Any]) -> Any:
 
 
 class _AttributeKeys:
-    """Builds hashable keys of the attribute values of one module, equal for equal values, so that modules can be
-    compared.
+    """Builds hashable keys of the attribute values of one module, so that modules can be compared. Equal values have
+    equal keys.
 
-    ``inside``: ``id`` of each submodule of the module -> its path. A value that is such a submodule is described by
-    this path, so that it equals the corresponding submodule of another module. Other unknown objects are described by
-    their ``id``.
+    ``inside``: ``id`` of each submodule of the module -> its path. The key of an attribute value that is such a
+    submodule is this path, so that it equals the key of the corresponding submodule of another module. The key of any
+    other unknown object is its ``id``.
     """
 
     def __init__(self, inside: dict[int, str]) -> None:
@@ -248,8 +248,8 @@ class _AttributeKeys:
         self._known: dict[int, tuple[Any, Any]] = {}  # id of a value -> (value, key): submodules share one config
 
     def build_key(self, value: Any) -> Any:
-        """Return a hashable key of ``value``, an attribute value of a module, that is equal for equal values.
-        Containers and dataclasses are described by their contents, an unknown object by its ``id``."""
+        """Return a hashable key of ``value``, an attribute value of a module. Equal values have equal keys. Containers
+        and dataclasses are described by their contents, an unknown object by its ``id``."""
         kind = type(value)
         if kind in _PLAIN:
             return kind, repr(value)
@@ -295,20 +295,20 @@ class _AttributeKeys:
 
 
 def _read_stored_field(value: Any, name: str) -> Any:
-    """Return the value of the field ``name`` of the dataclass instance ``value``. It is read from the instance's
-    ``__dict__`` if it is there, because reading it through a descriptor may raise an error."""
+    """Return the value of the field ``name`` of the dataclass instance ``value``. The value is taken from the
+    instance's ``__dict__`` if it is there, because reading it through a descriptor may raise an error."""
     held = getattr(value, "__dict__", {})
     return held[name] if name in held else getattr(value, name)
 
 
 class ParkedParameterError(NotEquivalent):
-    """Raised if traced code reads a parameter that was removed from its module for the time of the trace."""
+    """Raised if traced code reads a parameter that is removed from its module during the trace."""
 
 
 class _ParkedParameterDict(dict[str, Any]):
     """Empty dict that replaces the ``_parameters`` of a module whose parameters are removed while the model is traced.
-    While the model's forward runs, it raises :class:`ParkedParameterError` if it is listed or if a removed parameter is
-    looked up.
+    While the model's forward runs, listing this dict or looking up a removed parameter raises
+    :class:`ParkedParameterError`.
 
     ``names``: the names of the removed parameters. ``running``: returns whether the model's forward runs.
     """
@@ -347,11 +347,12 @@ class _ParkedParameterDict(dict[str, Any]):
 
 @dataclass
 class ParkedParameters:
-    """Removes parameters of modules while a model is traced, because the time of a trace grows with their number.
+    """Removes parameters of modules while a model is traced, because the time of a trace grows with the number of
+    parameters.
 
     ``model``: the model. ``names``: ``id`` of each module whose parameters are removed -> names of its parameters and
-    buffers in order, with ``None`` for a buffer, which stays. ``numbers``: ``id`` of each such module -> its number,
-    from 0. ``parameters``: the removed parameters by name.
+    buffers in order, with ``None`` for a buffer, which is not removed. ``numbers``: ``id`` of each such module -> its
+    number, from 0. ``parameters``: the removed parameters by name.
     """
 
     model: nn.Module
@@ -363,11 +364,11 @@ class ParkedParameters:
     _running: bool = False
 
     def select(self, module: nn.Module, name: str, like: nn.Module) -> None:
-        """Select the parameters of ``module`` to be removed during the trace. If another module shares one of them,
+        """Select all parameters of ``module`` to be removed during the trace. If another module shares one of them,
         select none.
 
         ``name``: the path of ``module`` in the model. ``like``: a module of equal structure, whose parameters
-        :meth:`lend` can put in their place.
+        :meth:`lend` can put in place of the removed ones.
         """
         inside = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
         if any(self._uses[p] != count for p, count in inside.items()):
@@ -394,8 +395,8 @@ class ParkedParameters:
         return {self.numbers[module]: names for module, names in self.names.items()}
 
     def remove_selected(self) -> None:
-        """Remove the parameters that were selected by :meth:`select` from their modules, until :meth:`restore` puts
-        them back."""
+        """Remove the parameters that :meth:`select` has selected from their modules, until :meth:`restore` puts them
+        back."""
         for held in self._held.values():
             for part, _, own in held:
                 names = [n for n, p in own.items() if p is not None]
@@ -408,8 +409,9 @@ class ParkedParameters:
                 part.__dict__["_parameters"] = own
 
     def lend(self, module: nn.Module) -> list[tuple[nn.Module, Any]]:
-        """Give ``module``, whose parameters are removed, the parameters of a module of equal structure, so that it can
-        be called. Return a list of (submodule, its parameter table before); :meth:`take_back` needs it to undo this."""
+        """Give ``module``, whose parameters are removed, the parameters of a module of equal structure, so that
+        ``module`` can be called. Return a list of (submodule, its parameter table before), which :meth:`take_back`
+        needs to undo this."""
         lent = []
         for part, twin, _ in self._held[id(module)]:
             lent.append((part, part.__dict__["_parameters"]))
@@ -417,7 +419,7 @@ class ParkedParameters:
         return lent
 
     def take_back(self, lent: list[tuple[nn.Module, Any]]) -> None:
-        """Undo :meth:`lend`: take the lent parameters out of the module again. ``lent``: what :meth:`lend` returned, a
+        """Undo :meth:`lend`: take the lent parameters out of the module again. ``lent``: the result of :meth:`lend`, a
         list of (submodule, its parameter table before)."""
         for part, parked in lent:
             part.__dict__["_parameters"] = parked

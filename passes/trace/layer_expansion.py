@@ -1,6 +1,6 @@
 """Replace every ``partition::layer`` operator in a captured graph by a copy of the operators of an equal layer.
 
-``passes/trace/layer_reuse.py`` traces one of several equal layers, and leaves one such operator for each call of the
+``passes/trace/layer_reuse.py`` traces one of several equal layers, and appends one such operator for each call of the
 others. Requires: a captured graph with ``partition::layer`` operators. Provides: the graph that a full trace would have
 given. Raises :class:`NotRepeatable` if it cannot be shown that the calls are equal.
 """
@@ -21,7 +21,7 @@ from partitioner.passes.trace.layer_reuse import LAYER
 
 class NotRepeatable(Exception):
     """Raised if calls of equal layers, of which only one was traced, cannot be shown to run the same operators.
-    ``number``: the number of this group of calls."""
+    ``number``: the number of this group of equal calls."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -30,12 +30,11 @@ class NotRepeatable(Exception):
 
 @dataclass(frozen=True)
 class _Body:
-    """The traced operators of one call of a layer. They are copied for the calls of equal layers, which were not
-    traced.
+    """The traced operators of one call of a layer. They are copied for the calls of equal layers that were not traced.
 
     ``nodes``: the operators, in order. ``operands``: the nodes that the call reads. ``results``: the nodes whose values
-    it returns. ``stack``: the paths of the modules whose calls enclose the operators, outermost first, with the layer
-    itself last. ``key``: a hashable value that is equal for calls with the same operators.
+    the call returns. ``stack``: the paths of the modules whose calls enclose the operators, outermost first, with the
+    layer itself last. ``key``: a hashable value that is equal for calls with the same operators.
     """
 
     nodes: list[fx.Node]
@@ -115,8 +114,8 @@ def expand_layer_operators(
 
 def sort_states(captured: Captured, names: Iterable[str]) -> Captured:
     """Return ``captured``, a model as one graph, with its states (parameters, buffers, constants) and their
-    placeholders in the order in which the states are named in ``names``; others come last. The graph is changed in
-    place."""
+    placeholders in the order of ``names``; states that are not in ``names`` come last. The graph is changed in place.
+    """
     place = {name: i for i, name in enumerate(dict.fromkeys(names))}
     last = len(place)
     nodes = [n for n in captured.graph.nodes if n.op == "placeholder"]
@@ -130,8 +129,7 @@ def sort_states(captured: Captured, names: Iterable[str]) -> Captured:
 
 
 class _PlaceholderRestorer:
-    """Creates placeholders in a traced graph for the parameters of modules that were removed while the model was
-    traced.
+    """Creates placeholders in a traced graph for the parameters of modules that were removed during the trace.
 
     ``away``: number of each such module -> its parameters and buffers in order, with ``None`` for those that were not
     removed, such as buffers. ``states``: the removed parameters by name. ``placeholders``: name of each new placeholder
@@ -139,9 +137,9 @@ class _PlaceholderRestorer:
     """
 
     def __init__(self, captured: Captured, parked: Mapping[int, Sequence[ModelState | None]]) -> None:
-        """Start without placeholders. ``captured``: the model whose graph gets them. ``parked``: number of each module
-        whose parameters were removed during the trace -> its parameters and buffers in order, with ``None`` for those
-        that were not removed, such as buffers."""
+        """Start without placeholders. ``captured``: the model to whose graph they are added. ``parked``: number of each
+        module whose parameters were removed during the trace -> its parameters and buffers in order, with ``None`` for
+        those that were not removed, such as buffers."""
         self.graph, self.away = captured.graph, parked
         self.states = {state.name: state for of_module in parked.values() for state in of_module if state is not None}
         self.placeholders: dict[str, str] = {}
@@ -150,19 +148,19 @@ class _PlaceholderRestorer:
         self._first = next(iter(captured.graph.nodes))
 
     def list_operands(self, member: int, seen: Sequence[fx.Node]) -> list[fx.Node]:
-        """Return the nodes of all operands of a layer's call in order: those that the trace saw, and placeholders of
-        the parameters that were removed.
+        """Return the nodes of all operands of a layer's call in order: those that the trace recorded, and placeholders
+        of the parameters that were removed.
 
-        ``member``: the number of the module whose parameters were removed; -1 if none were. ``seen``: the operands that
-        the trace saw, in order.
+        ``member``: the number of the module whose parameters were removed; -1 if none were removed. ``seen``: the
+        operands that the trace recorded, in order.
         """
         left = iter(seen)
         states = self.away[member] if member >= 0 else ()
         return [*(next(left) if state is None else self._ensure_state_placeholder(state) for state in states), *left]
 
     def _ensure_state_placeholder(self, state: ModelState) -> fx.Node:
-        """Return the placeholder node of the parameter ``state``; create it in front of all other nodes of the graph if
-        it does not exist."""
+        """Return the placeholder node of the parameter ``state``. If it does not exist, create it in front of all other
+        nodes of the graph."""
         if state.name not in self._nodes:
             with self.graph.inserting_before(self._first):
                 name = "p_" + state.name.replace(".", "_").lower()
@@ -193,9 +191,9 @@ def _read_result_index(item: fx.Node) -> int:
 
 
 def _collect_layer_body(call: fx.Node) -> _Body:
-    """Return the operators between the operands and the results of a layer's call that was traced. ``call``: the
-    ``partition::layer`` node that marks it. Raise :class:`NotRepeatable` if one of the operators belongs to a module
-    outside of the layer."""
+    """Return the operators between the operands and the results of a layer call that was traced. ``call``: the
+    ``partition::layer`` node that marks this call. Raise :class:`NotRepeatable` if one of the operators belongs to a
+    module outside of the layer."""
     operands, results, number, _ = _parse_layer_call(call)
     stack = call.meta["stack"]
     ends = set(operands)
@@ -258,9 +256,9 @@ def _build_body_key(
 def _rename_path_and_stack(
     meta: dict[str, Any], old: tuple[str, ...], new: tuple[str, ...]
 ) -> tuple[str, tuple[str, ...]] | None:
-    """Return the metadata that a node of one layer gets when it is copied for another layer: its module path, and the
-    paths of the modules whose calls enclose it. Return ``None`` if the node belongs to a module outside of the first
-    layer.
+    """Return (module path, stack) for a node of one layer that is copied for another layer, equal to the first: the
+    node's module path, and the paths of the modules whose calls enclose it, with the other layer's paths in place of
+    the first layer's. Return ``None`` if the node belongs to a module outside of the first layer.
 
     ``meta``: metadata of the node, with its module path under ``path`` and the paths of the enclosing modules under
     ``stack``. ``old``: the paths of the modules whose calls enclose the first layer, with this layer itself last.
@@ -287,11 +285,10 @@ def _copy_layer_body(
     graph: fx.Graph, call: fx.Node, operands: Sequence[fx.Node], body: _Body, classes: dict[str, str]
 ) -> list[fx.Node]:
     """Insert copies of the operators of a traced layer into ``graph``, before ``call``, and return the nodes of the
-    copied results, in order. ``call``: the ``partition::layer`` node that stands for a call of an equal layer that was
-    not traced.
+    copied results, in order. ``call``: the ``partition::layer`` node of an equal layer's call that was not traced.
 
     ``operands``: the nodes that the copies read. ``body``: the operators. ``classes``: module path -> class name;
-    entries for the submodules of the other layer are added.
+    entries for the submodules of the equal layer are added.
     """
     env: dict[fx.Node, fx.Node] = dict(zip(body.operands, operands, strict=True))
     stack = call.meta["stack"]

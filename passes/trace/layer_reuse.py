@@ -3,19 +3,19 @@
 The model's own ``forward`` runs in full, so everything that it does between its layers (skips, early exits, collected
 outputs, other kinds of layers) is traced unchanged. ``passes/trace/layer_equality.py`` finds the equal modules. Of the
 calls of such modules with equal kinds of arguments, the first is traced. The second runs outside of the trace, and each
-attribute in which the modules differ (an index, a name) is replaced by an object that raises if it is read. The second
-call must record the same :class:`Journal` as the first. The second and all later calls add the operator
+attribute in which the modules differ (an index, a name) is replaced by an object that raises an error if it is read.
+The second call must record the same :class:`Journal` as the first. The second and all later calls add the operator
 ``partition::layer``, which returns tensors like the results of the first call. ``passes/trace/layer_expansion.py`` then
-shows that the first call's graph reads only its own states and arguments, and puts a copy of it in place of each
-operator.
+shows that the first call's operators read only the call's own states and arguments, and replaces each
+``partition::layer`` operator by a copy of them.
 
 A journal has one entry for each torch function that a call runs. It names a tensor by its origin (an argument by its
 position, a result by the entry that made it), and any other object by its value. Two calls with equal journals
 therefore run the same operators on corresponding operands.
 
-A call is traced in full if it cannot be shown that this is exact: if arguments are neither tensors nor plain values,
-inside ``no_grad``, or with hooks. A group of modules is given up if a call changes an argument, a state or an
-attribute, returns a view of one, or reads an attribute in which the modules differ.
+A call is traced in full if arguments are neither tensors nor plain values, inside ``no_grad``, or with hooks, because
+the result might then not be exact. All calls of a group of modules are traced in full if a call changes an argument, a
+state or an attribute, returns a view of one, or reads an attribute in which the modules differ.
 """
 
 from __future__ import annotations
@@ -57,15 +57,14 @@ class Journal(TorchFunctionMode):
     modules can be compared.
 
     ``entries``: for each torch function, in order: the function, keys of its arguments, and the positions of its
-    results. A tensor's position is its index in the order in which the journal sees tensors for the first time.
+    results. The position of a tensor is its index in the order in which tensors first occur in the call.
     ``needs_trace``: whether only a real trace can tell what the call computes, because sizes depend on data or autocast
     is on. ``operands``: the tensors that the call of the module reads, in order; they have the first positions.
     """
 
     def __init__(self, operands: Sequence[Tensor]) -> None:
-        """Start a record without entries. ``operands``: the tensors that the recorded call of a module reads, in order;
-        they get the positions 0, 1, ...
-        """
+        """Start a journal without entries. ``operands``: the tensors that the recorded call of a module reads, in
+        order; they get the positions 0, 1, ..."""
         super().__init__()
         self.entries: list[Any] = []
         self.needs_trace = False
@@ -77,9 +76,8 @@ class Journal(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the torch function ``func`` with ``args`` and ``kwargs``, add an entry for it to this record of a
-        module's call, and return its result. ``types`` is not used.
-        """
+        """Run the torch function ``func`` with ``args`` and ``kwargs``, add an entry for it to this journal of a
+        module's call, and return its result. ``types`` is not used."""
         kwargs = kwargs or {}
         asked = self._build_argument_key(args), self._build_argument_key(kwargs)
         self.needs_trace |= get_autocast_region() is not None
@@ -88,9 +86,8 @@ class Journal(TorchFunctionMode):
         return result
 
     def mark(self) -> tuple[int, int]:
-        """Return two counts for the present end of this record of a module's call: the number of recorded torch
-        functions, and the number of tensors seen. :meth:`sum_up` takes the two to replace the entries after this point.
-        """
+        """Return (number of recorded torch functions, number of tensors seen) for the present end of this journal.
+        :meth:`sum_up` later replaces the entries after this point."""
         return len(self.entries), len(self._held)
 
     def sum_up(self, mark: tuple[int, int], number: int, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
@@ -99,10 +96,10 @@ class Journal(TorchFunctionMode):
         operator.
 
         Args:
-            mark: what :meth:`mark` returned before the inner call.
+            mark: the result of :meth:`mark` before the inner call.
             number: the number of the group of equal calls to which the inner call belongs.
             operands: tensors that the inner call reads.
-            results: tensors that it returns.
+            results: tensors that the inner call returns.
         """
         entries, held = mark
         del self.entries[entries:]
@@ -113,19 +110,17 @@ class Journal(TorchFunctionMode):
         self.entries.append((number, asked, self._record_result_places(list(results))))
 
     def _assign_tensor_place(self, tensor: Tensor) -> int:
-        """Return the number of ``tensor`` in this record of a module's call. The record numbers tensors from 0 in the
-        order of their first occurrence; a new tensor gets the next number.
-        """
+        """Return the position of ``tensor`` in this journal: its index, from 0, in the order in which tensors first
+        occur in the recorded call. A new tensor gets the next position."""
         if id(tensor) not in self._places:
             self._places[id(tensor)] = len(self._held)
             self._held.append(tensor)
         return self._places[id(tensor)]
 
     def _record_result_places(self, result: Any) -> Any:
-        """Return, in the structure of ``result`` (of a torch function), the number of each tensor in this record of a
-        module's call, and ``None`` for all other values. The record numbers tensors from 0 in the order of their first
-        occurrence; new tensors get the next numbers. A symbolic size sets ``needs_trace``.
-        """
+        """Return ``result``, the result of a torch function, with each tensor replaced by its position in this journal
+        and every other value by ``None``. The position of a tensor is its index, from 0, in the order in which tensors
+        first occur in the recorded call. A symbolic size sets ``needs_trace``."""
         if isinstance(result, Tensor):
             with torch._C.DisableTorchFunction():
                 self.needs_trace |= any(isinstance(size, SymInt) for size in result.shape)
@@ -136,20 +131,20 @@ class Journal(TorchFunctionMode):
         return None
 
     def _build_argument_key(self, value: Any) -> Any:
-        """Return a hashable key of ``value``, an argument of a torch function, that is equal for corresponding
-        arguments of two calls of equal modules. Unknown objects are keyed by their ``id``."""
+        """Return a hashable key of ``value``, an argument of a torch function. Corresponding arguments of two calls of
+        equal modules have equal keys. The key of an unknown object is its ``id``."""
         return build_value_key(value, self._build_tensor_key)
 
     def _build_tensor_key(self, tensor: Tensor) -> tuple[str, Any]:
-        """Return a key of ``tensor``, an argument of a torch function. For a tensor that is an operand of the recorded
-        module call or was computed in it, the key is ("tensor", number of the tensor); the record numbers these tensors
-        in the order of their first occurrence. For any other tensor, the key is ("other", ``id`` of the tensor)."""
+        """Return a key of ``tensor``, an argument of a torch function. If the tensor is an operand of the recorded
+        module call or was computed in it, the key is ("tensor", position), where the position is the tensor's index in
+        the order in which tensors first occur in the call. Otherwise the key is ("other", ``id`` of the tensor)."""
         place = self._places.get(id(tensor))
         return ("tensor", place) if place is not None else ("other", self._keep_foreign_tensor(tensor))
 
     def _keep_foreign_tensor(self, tensor: Tensor) -> int:
-        """Store a reference to ``tensor``, which is neither an operand of the recorded call nor made by it, so that
-        its ``id`` is not given to another object. Return the ``id``."""
+        """Store a reference to ``tensor``, so that its ``id`` is not reused for another object, and return the ``id``.
+        The tensor is neither an operand of the recorded call nor made by it."""
         self._held.append(tensor)
         return id(tensor)
 
@@ -157,10 +152,10 @@ class Journal(TorchFunctionMode):
 @contextlib.contextmanager
 def run_without_tracing(operands: Sequence[Tensor]) -> Iterator[None]:
     """Return a context inside of a trace, in which operators are computed on fake tensors but are not recorded in the
-    graph. ``operands``: fake tensors of the trace, from which the fake tensor mode is found.
+    graph. ``operands``: fake tensors of the trace, which determine the fake tensor mode.
 
-    Function modes of the user, who may have entered them around the trace, stay active: they change what operators
-    compute, and the calls that are compared must compute the same.
+    Function modes that the user has entered around the trace stay active: they change what operators compute, and the
+    calls that are compared must compute the same.
     """
     modes = torch.overrides._get_current_function_mode_stack()
     with contextlib.ExitStack() as stack:
@@ -180,8 +175,8 @@ def run_without_tracing(operands: Sequence[Tensor]) -> Iterator[None]:
 @contextlib.contextmanager
 def pause_trace_and_journal() -> Iterator[None]:
     """Return a context inside of a trace, in which operators are recorded neither by the trace nor by a
-    :class:`Journal` (a record of torch functions that is compared between layers). Function modes that the model's own
-    code entered stay active."""
+    :class:`Journal` (a list of the torch functions of a module call). Function modes that the model's own code entered
+    stay active."""
     modes = torch.overrides._get_current_function_mode_stack()
     with contextlib.ExitStack() as stack:
         for _ in modes:
@@ -215,7 +210,9 @@ def _make_layer_results(operands: list[Tensor], results: list[Tensor], memo: int
 
     Args:
         operands: parameters, buffers and tensor arguments that the call reads.
-        results: the tensors that the call returned, if it was traced; if empty, an earlier equal call gives the shapes.
+        results: the tensors that the call returned, if it was traced; if empty, the shapes are those of an earlier
+          equal
+            call.
         memo: number of the group of equal calls.
         member: number of the module if its parameters are removed and so are not among the operands; otherwise -1.
     """
@@ -233,12 +230,13 @@ class _CallMemo:
     """What is known of a group of equal calls: calls of modules of equal structure, with arguments of the same shapes
     and types.
 
-    ``number``: the number of the group. ``num_run``: how many of the calls were run in full. ``journal``: the record of
-    the torch functions that the first call used. ``must_trace``: whether every call must be traced, because the first
-    has an effect or a result, such as a write to an argument or a view of one, that one operator cannot represent.
-    ``leaves``: for each value in the result, ("made", index of a new tensor), ("operand", index of an operand that is
-    returned unchanged) or ("plain", (type, value)). ``tree``: the pytree structure of the result. ``journal`` and
-    ``tree`` are ``None`` before the first call."""
+    ``number``: the number of the group. ``num_run``: how many of the calls were run in full. ``journal``: the torch
+    functions that the first call ran. ``must_trace``: whether every call must be traced, because one operator cannot
+    represent the first call, which, for example, writes to an argument or returns a view of one. ``leaves``: for each
+    value in the result, ("made", index of a new tensor), ("operand", index of an operand that is returned unchanged) or
+    ("plain", (type, value)). ``tree``: the pytree structure of the result. ``journal`` and ``tree`` are ``None`` before
+    the first call.
+    """
 
     number: int
     num_run: int = 0
@@ -253,9 +251,9 @@ class LayerRepeats:
     """Groups of modules of equal structure, such as decoder layers, and what one trace found out about their calls.
     Only the first calls are traced; each other call becomes one operator ``partition::layer``.
 
-    ``groups``: the groups. ``memos``: (index of the group, key of the call) -> what is known of calls equal to this
-    one. ``refused``: the groups in which every call must be traced. ``parked``: the parameters that are removed from
-    modules during the trace; ``None`` if none are.
+    ``groups``: the groups. ``memos``: (index of the group, key of the call) -> what is known of calls with this key.
+    ``refused``: the groups in which every call must be traced. ``parked``: the parameters that are removed from modules
+    during the trace; ``None`` if none are removed.
     """
 
     groups: list[ModuleGroup]
@@ -269,13 +267,13 @@ class LayerRepeats:
 
     @classmethod
     def find(cls, model: nn.Module) -> LayerRepeats:
-        """Return a :class:`LayerRepeats`, to be used for one trace of ``model``, with the groups of equal modules of
-        the model, such as its layers, of which only one needs to be traced."""
+        """Return a :class:`LayerRepeats` for one trace of ``model``, with the groups of equal modules of the model,
+        such as its layers, of which only one needs to be traced."""
         return cls(find_equal_layers(model, _MIN_GROUP_SIZE))
 
     def select_parked_parameters(self, model: nn.Module) -> LayerRepeats:
-        """Select the parameters of ``model`` that are removed during the trace, which makes it faster: the parameters
-        of modules whose calls will not be run, because an equal module is called before. Return self.
+        """Select the parameters that are removed from ``model`` during the trace, which makes the trace faster: the
+        parameters of modules whose calls will not be run, because an equal module is called before. Return self.
 
         The first members of each group of equal modules keep their parameters, because their calls are run.
         """
@@ -290,16 +288,15 @@ class LayerRepeats:
         return self
 
     def exclude(self, refused: Sequence[ModuleGroup]) -> LayerRepeats:
-        """Return a :class:`LayerRepeats` for a new trace of the model, with the groups of equal modules of this one
-        except those in ``refused``, whose calls are then all traced. It knows nothing of calls yet."""
+        """Return a new :class:`LayerRepeats` for another trace of the model, with the groups of equal modules of this
+        one except those in ``refused``. All calls of the modules in ``refused`` are then traced."""
         names = {group.names for group in refused}
         return LayerRepeats([g for g in self.groups if g.names not in names])
 
     def refuse(self, number: int) -> None:
         """Add a group of equal modules to :attr:`refused`, so that every call of its modules is traced in the next
-        trace. ``number``: the number of a group of equal calls; the modules that these calls run are in the group that
-        is added.
-        """
+        trace. ``number``: the number of a group of equal calls; the group of modules to which these calls belong is
+        added."""
         for (group, _), memo in self.memos.items():
             if memo.number == number:
                 self.refused.append(self.groups[group])
@@ -336,11 +333,11 @@ class LayerRepeats:
         self, index: int, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Call ``module`` with ``args`` and ``kwargs``, and return its output. ``index``: the index of the group of
-        equal modules to which it belongs.
+        equal modules to which ``module`` belongs.
 
-        The first two of equal calls run ``forward``, the module's own. A later one only appends the operator
-        ``partition::layer`` to the graph. Calls that cannot be compared, or that have an effect or a result which such
-        an operator cannot represent, always run ``forward``.
+        The first two of equal calls run ``forward``, the module's own. A later call only appends the operator
+        ``partition::layer`` to the graph. A call that cannot be compared with others, or that such an operator cannot
+        represent because of an effect or a result, always runs ``forward``.
         """
         if self.parked is not None and id(module) in self.parked.names:
             return self._append_layer_operator(self.parked, index, module, args, kwargs)
@@ -383,11 +380,11 @@ class LayerRepeats:
         own_attributes: tuple[tuple[str, str], ...],
         forward: Callable[[], Any],
     ) -> tuple[Any, list[Tensor] | None]:
-        """Run one of the first two of several equal module calls; comparing them shows what the other calls compute.
-        Return its output and a list of its result tensors that are in the graph (empty if the call was not traced). The
-        list is ``None`` if this is the first call and one operator cannot represent the call, so that all calls must be
-        traced; for example, it writes to an argument or returns a view of one. Raise :class:`NotEquivalent` if the
-        second call differs from the first.
+        """Run one of the first two of several equal module calls, from which the outputs of the later calls are known.
+        Return its output and a list of its result tensors that are in the graph (empty if the call was not traced). If
+        this is the first call and one operator cannot represent it, the list is ``None``, and all calls must be traced;
+        for example, the call writes to an argument or returns a view of one. Raise :class:`NotEquivalent` if the second
+        call differs from the first.
 
         Args:
             memo: what is known of these equal calls; it is updated.
@@ -415,12 +412,12 @@ class LayerRepeats:
         return output, results if traced else []
 
     def _run_once(self, memo: _CallMemo, call: _RepeatedCall, forward: Callable[[], Any]) -> tuple[Any, bool]:
-        """Run one of the first two of several equal module calls. Return its output and whether its operators are in
-        the graph.
+        """Run one of the first two of several equal module calls. Return (its output, whether its operators are in the
+        graph).
 
         The first call is traced. The second runs outside of the graph, only to compare the torch functions that it
-        calls with those of the first; :class:`NotEquivalent` is raised if they differ. It is traced as well if these
-        functions do not show what it computes, because sizes depend on data or autocast is on.
+        calls with those of the first; if they differ, :class:`NotEquivalent` is raised. If these functions do not show
+        what the call computes, because sizes depend on data or autocast is on, the second call is traced, too.
 
         Args:
             memo: what is known of these equal calls.
@@ -462,7 +459,8 @@ class LayerRepeats:
         self, parked: ParkedParameters, index: int, module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         """Append an operator ``partition::layer`` to the graph in place of a call of ``module``, whose parameters are
-        removed, and return the output of the call. Raise :class:`ParkedParameterError` if no equal call was run before.
+        removed, and return the output of the call. Raise :class:`ParkedParameterError` if no equal calls were run
+        before.
 
         ``parked``: the removed parameters. ``index``: the index of the module's group of equal modules. ``args``,
         ``kwargs``: the arguments of the call.
@@ -509,9 +507,9 @@ class _RepeatedCall:
     """The tensors that a call of a module reads, and a key that is equal for calls of equal modules with arguments of
     the same shapes and types.
 
-    ``operands``: the module's parameters and buffers, then the tensors among the arguments. ``key``: the key, a
-    hashable value. ``versions``: for each operand, torch's counter of in-place writes to it before the call.
-    ``leaves``: the values in the arguments, in order. ``arguments``: (positional arguments, keyword arguments).
+    ``operands``: the module's parameters and buffers, then the tensors among the arguments. ``key``: the hashable key.
+    ``versions``: for each operand, torch's counter of in-place writes before the call. ``leaves``: the values in the
+    arguments, in order. ``arguments``: (positional arguments, keyword arguments).
     """
 
     operands: list[Tensor]
@@ -524,7 +522,7 @@ class _RepeatedCall:
     def describe(
         cls, module: nn.Module, own_attributes: tuple[tuple[str, str], ...], args: Any, kwargs: Any
     ) -> _RepeatedCall | None:
-        """Return the description of a call of ``module`` with ``args`` and ``kwargs``: the tensors that it reads and a
+        """Return a description of a call of ``module`` with ``args`` and ``kwargs``: the tensors that it reads and a
         key for comparison with other calls. Return ``None`` if the call may depend on more than the key contains, such
         as hooks or objects.
 
@@ -564,8 +562,8 @@ class _RepeatedCall:
         return cls(operands, key, [t._version for t in operands], leaves, (args, kwargs))
 
     def is_unchanged(self) -> bool:
-        """Return whether this module call, which has been run, wrote to none of the tensors, lists and dictionaries
-        that it read or was given."""
+        """Return whether this module call, which has been run, has written to none of the tensors that it reads and to
+        none of the lists and dictionaries in its arguments."""
         leaves = pytree.tree_leaves(self.arguments)
         same = len(leaves) == len(self.leaves) and all(a is b for a, b in zip(leaves, self.leaves, strict=True))
         return same and self.versions == [t._version for t in self.operands]
@@ -579,23 +577,24 @@ def _read_module_state(module: nn.Module) -> Any:
 
 
 def _list_module_buffers(module: nn.Module) -> list[Tensor | None]:
-    """Return all buffers of ``module`` and its submodules, in order; ``None`` for a buffer that is registered without a
-    tensor."""
+    """Return all buffers of ``module`` and its submodules, in order. A buffer that is registered without a tensor is
+    ``None``."""
     return [buffer for m in module.modules() for buffer in m._buffers.values()]
 
 
 def _identify_storage(tensor: Tensor) -> int:
-    """Return an integer that identifies the memory of ``tensor``: it is equal for tensors that share their memory, and
-    different for others."""
+    """Return an integer that identifies the memory of ``tensor``; tensors that share their memory have the same
+    integer."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _record_call_results(memo: _CallMemo, call: _RepeatedCall, output: Any) -> list[Tensor]:
-    """Store the structure of ``output``, the result of the module call ``call``, in ``memo``, which describes equal
+    """Store the structure of ``output``, the result of the module call ``call``, in ``memo``, which describes all equal
     calls. Return a list of the tensors in the output that the call made.
 
     Raise :class:`NotEquivalent` if the output contains a view of an operand or an object that is not a plain value, or
-    differs from the output of the first equal call."""
+    differs from the output of the first equal call.
+    """
     values, tree = pytree.tree_flatten(output)
     results: list[Tensor] = []
     leaves: list[tuple[str, Any]] = []
@@ -628,7 +627,7 @@ def _record_call_results(memo: _CallMemo, call: _RepeatedCall, output: Any) -> l
 
 def _rebuild_call_output(memo: _CallMemo, operands: list[Tensor], tensors: list[Tensor]) -> Any:
     """Return the output of a module call that was not run, in the structure that ``memo`` has from an equal call.
-    ``operands``: the tensors that the call reads. ``tensors``: the new tensors in the output."""
+    ``operands``: the tensors that the call reads. ``tensors``: the new tensors of the output."""
     assert memo.tree is not None
     leaves = [
         tensors[what] if kind == "made" else operands[what] if kind == "operand" else what[1]

@@ -1,9 +1,9 @@
 """Trace associative scans, such as the recurrence of a state-space model, as few operators on whole tensors.
 
-``torch.associative_scan`` computes all prefixes of a sequence under an associative function. Traced here, it has a
+``torch.associative_scan`` computes all prefixes of a sequence under an associative function. Traced here, it becomes a
 number of operators that grows with the logarithm of the length (Blelloch 1990). transformers runs such a scan only
-under a compiler that does not export, and otherwise a Python loop over all positions, whose graph would be unrolled.
-Its modules are told that a compiler runs them.
+under a compiler that does not export. Otherwise it runs a Python loop over all positions, which a trace would unroll.
+During the trace, its modules are therefore made to see an active compiler.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def _has_scan(source: ModuleType) -> bool:
 def _scan_whole_tensors(
     combine_fn: Callable[[Any, Any], Any], xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise"
 ) -> Any:
-    """Return the results of ``torch.associative_scan`` with the same arguments: in place of each element of ``xs``
-    along ``dim`` the combination of all elements up to it. ``combine_fn``: an associative function of two elements.
-    ``xs``: a tensor or a container of tensors. ``reverse``: combine with the elements after it instead.
+    """Return the results of ``torch.associative_scan`` with the same arguments: each element of ``xs`` along ``dim`` is
+    replaced by the combination of all elements up to it, or, if ``reverse`` is true, of it and all later elements.
+    ``combine_fn``: an associative function of two elements. ``xs``: a tensor or a container of tensors.
     ``combine_mode``: a choice of kernels, which does not change the results."""
     leaves, spec = pytree.tree_flatten(xs)
     number, dim = len(leaves), dim % leaves[0].dim()

@@ -1,8 +1,8 @@
 """Transpose a traced ``backward`` function.
 
-``backward`` maps gradients of results to gradients of inputs: ``g -> B g + c``. The transpose maps changes of the
-inputs to changes of the results by the matrix ``B`` transposed, and also computes ``c``. It is derived from the graph
-of ``backward`` alone, without values of the gradients.
+``backward`` maps gradients of results to gradients of inputs: ``g -> B g + c``. The transpose multiplies changes of the
+inputs by the matrix ``B`` transposed, which gives changes of the results; it also returns ``c``. It is derived from the
+graph of ``backward`` alone, without values of the gradients.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class TransposedBackward:
     changes (tangents) of the inputs by the transpose of ``B``, which gives changes of the results.
 
     ``graph``: takes a change of each input, then the tensors ``captured_tensors``, which ``backward`` reads. It returns
-    ``num_results`` changes of the results, then the parts ``c`` for the inputs with the indices ``constant`` (from
-    0). ``complete``: whether every change of a result depends on the change of every input, and there is no ``c``.
+    ``num_results`` changes of the results, then the parts ``c`` for the inputs with the indices ``constant``.
+    ``complete``: whether every change of a result depends on the change of every input, and there is no ``c``.
     """
 
     graph: fx.GraphModule
@@ -56,9 +56,9 @@ class TransposedBackward:
     complete: bool
 
     def __call__(self, changes: Sequence[Tensor]) -> tuple[Sequence[Tensor], dict[int, Tensor]]:
-        """Apply the transpose of ``backward(g) = B g + c`` to ``changes``, one tensor for each input of the function
-        that ``backward`` belongs to. Return a sequence of the changes of the function's results, and a dict from the
-        index of an input to its part ``c``, for the inputs that have one."""
+        """Apply the transpose of ``backward(g) = B g + c`` to ``changes``, one tensor for each input of the
+        differentiated function. Return a sequence of the changes of the function's results, and a dict: index of an
+        input -> its part ``c``, for the inputs that have such a part."""
         found: Any = self.graph(*changes, *self.captured_tensors)
         return found[: self.num_results], dict(zip(self.constant, found[self.num_results :], strict=True))
 
@@ -70,8 +70,8 @@ def transpose_backward(
     linear map from changes (tangents) of the inputs to changes of the results. Raise :class:`NotAffine` if ``backward``
     is not a linear function of the gradients plus a part that does not depend on them.
 
-    ``some``: whether autograd may call ``backward`` with ``None`` in place of a gradient of zero. If so, it is also
-    checked that both give the same, and :class:`NotAffine` is raised if they do not.
+    ``some``: whether autograd may call ``backward`` with ``None`` in place of a gradient of zero. If so,
+    :class:`NotAffine` is also raised if ``backward`` treats ``None`` and zero differently.
     """
     seeds = [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in results]
     changes = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
@@ -90,12 +90,13 @@ def transpose_backward(
 
 @dataclass(frozen=True)
 class _TracedBackward:
-    """The graph (``graph``), without in-place operators, of a ``backward`` function, which maps gradients of results to
-    gradients of inputs.
+    """The graph, without in-place operators, of a ``backward`` function, which maps gradients of results to gradients
+    of inputs.
 
-    ``seeds``: the placeholders of the incoming gradients. ``captured_tensors``: placeholder -> tensor, for the other
-    tensors that it reads. ``results``: the nodes of the gradients that it returns; ``None`` is zero. ``parts``: for
-    each node, whether its value depends on the incoming gradients, and whether it is zero if they are.
+    ``graph``: the graph. ``seeds``: the placeholders of the incoming gradients. ``captured_tensors``: placeholder ->
+    tensor, for the other tensors that the function reads. ``results``: the nodes of the gradients that the function
+    returns; ``None`` is zero. ``parts``: for each node, whether its value depends on the incoming gradients, and
+    whether its value is zero if all incoming gradients are zero.
     """
 
     graph: fx.Graph
@@ -129,14 +130,14 @@ class _TracedBackward:
 
     @property
     def constant_results(self) -> tuple[int, ...]:
-        """Return the indices, among the gradients that the traced ``backward`` function returns, of those that have
-        a part which does not depend on the incoming gradients."""
+        """Return the indices of those gradients returned by the traced ``backward`` function that have a part which
+        does not depend on the incoming gradients."""
         return tuple(i for i, n in enumerate(self.results) if n is not None and not self.parts[n].zero)
 
     def transpose(self, seeds: Sequence[Tensor], changes: Sequence[Tensor]) -> list[Tensor]:
         """Multiply ``changes``, one tensor for each input of a function, by the transpose of the matrix ``B`` of its
-        ``backward``, which computes ``backward(g) = B g + c``. Return a list of the products, one for each result of
-        the function; then, for each index in :attr:`constant_results`, the part ``c`` of the gradient of this input.
+        ``backward(g) = B g + c``. Return a list: first the products, one for each result of the function; then, for
+        each index in :attr:`constant_results`, the part ``c`` of the gradient of the input with this index.
 
         ``seeds``: tensors of the shapes and dtypes of the incoming gradients ``g``.
         """
@@ -160,11 +161,11 @@ class _TracedBackward:
 
 
 def _check_none_is_zero(backward: Backward, seeds: Sequence[Tensor], whole: _TracedBackward) -> None:
-    """Raise :class:`NotAffine` if ``backward`` computes something else for a gradient ``None`` than for a gradient of
+    """Raise :class:`NotAffine` if ``backward`` treats an incoming gradient ``None`` differently from a gradient of
     zero.
 
     ``seeds``: tensors of the shapes and dtypes of the incoming gradients. ``whole``: the graph of ``backward`` for a
-    call with all gradients given.
+    call in which no gradient is ``None``.
     """
     numbers = range(len(seeds))
     if len(seeds) > _MOST_RESULTS:
@@ -188,18 +189,18 @@ def _check_none_is_zero(backward: Backward, seeds: Sequence[Tensor], whole: _Tra
 
 
 class _ExpressionNumbers:
-    """Gives the values of graph nodes integer identifiers, which are equal for values that equal operators compute from
-    equal operands. ``numbers``: key of a computation -> its identifier."""
+    """Gives the values of graph nodes integer identifiers. Two values have equal identifiers if they are computed by
+    equal operators from equal operands. ``numbers``: key of a computation -> identifier of its value."""
 
     def __init__(self) -> None:
         self.numbers: dict[Any, int] = {}
 
     def number_results(self, traced: _TracedBackward, names: Sequence[int], zeros: Sequence[fx.Node]) -> list[Any]:
-        """Return a list with an identifier for each result of ``traced``, the graph of a ``backward`` function.
-        Identifiers are equal for equal computations; ``None`` stands for a result of zero.
+        """Return a list with an identifier for each result of ``traced``, the graph of a ``backward`` function. Results
+        of equal computations have equal identifiers; ``None`` stands for a result of zero.
 
-        ``names``: an integer for each incoming gradient, in order, that identifies it. ``zeros``: placeholders of
-        incoming gradients that are assumed to be zero.
+        ``names``: an integer for each incoming gradient, in order, that identifies this gradient. ``zeros``:
+        placeholders of incoming gradients that are assumed to be zero.
         """
         held_zero = [n for n, tensor in traced.captured_tensors.items() if _is_zero(tensor)]
         parts = find_affine_parts(traced.graph, zeros, held_zero)
@@ -224,9 +225,9 @@ class _ExpressionNumbers:
 class _ZeroGradientValues:
     """Computes the values that nodes in the graph of a ``backward`` function have if all incoming gradients are zero.
 
-    ``parts``: for each node, whether its value depends on the incoming gradients, and whether it is zero if they are.
-    ``env``: node -> value in a run of the graph with other incoming gradients. Only those values that do not depend on
-    the gradients are taken from it.
+    ``parts``: for each node, whether its value depends on the incoming gradients, and whether its value is zero if all
+    incoming gradients are zero. ``env``: node -> value in a run of the graph with other incoming gradients, of which
+    only the values that do not depend on the gradients are used.
     """
 
     def __init__(self, parts: Mapping[fx.Node, AffinePart], env: Mapping[fx.Node, Any]) -> None:
@@ -247,9 +248,9 @@ class _ZeroGradientValues:
         return _make_zeros_like(node.meta["val"])
 
     def _compute_value_at_zero(self, node: fx.Node) -> Any:
-        """Run the operator ``node`` of the graph of a ``backward`` function on the values that its operands have if all
-        incoming gradients are zero, and return its value. If ``node`` is a sum with an operand that is zero then, the
-        value of the other operand is returned, and the sum is not run."""
+        """Return the value of the operator ``node`` of the graph of a ``backward`` function if all incoming gradients
+        are zero. The operator runs on the values of its operands for this case. If ``node`` is a sum of which one
+        operand is then zero, the value of the other operand is returned instead, and the sum is not run."""
         other = _find_other_addend(node, self.parts)
         if other is not None:
             return self.get_value(other)
@@ -284,9 +285,9 @@ def _make_zeros_like(value: Tensor) -> Tensor:
 
 
 def _find_other_addend(node: fx.Node, parts: Mapping[fx.Node, AffinePart]) -> fx.Node | None:
-    """Return the operand that is equal to the sum ``node`` whenever the incoming gradients of a ``backward`` function
-    are zero: the other operand is then zero. Return ``None`` if ``node`` is no such sum, or if the operand has another
-    shape or dtype than the sum.
+    """If the sum ``node`` has an operand that is zero whenever all incoming gradients of a ``backward`` function are
+    zero, return the other operand, which then equals the sum. Return ``None`` if ``node`` is not such a sum, or if the
+    other operand differs from the sum in shape or dtype.
 
     ``parts``: node of the graph of the ``backward`` function -> two flags: whether the node's value depends on the
     incoming gradients, and whether it is zero if they are zero.
@@ -313,8 +314,8 @@ def _trace_functional_graph(
     function: Callable[..., Any], arguments: Sequence[Tensor]
 ) -> tuple[fx.GraphModule, list[Tensor]]:
     """Trace ``function``, called with ``arguments``, as a graph without in-place operators. Return the graph and a list
-    of the further tensors that it takes as inputs after ``arguments``, because the function reads them. Raise
-    :class:`NotAffine` if the function runs other functions as operators, such as ``torch.cond``."""
+    of the other tensors that the function reads, which are inputs of the graph after ``arguments``. Raise
+    :class:`NotAffine` if the function calls operators that take functions, such as ``torch.cond``."""
     with sdpa_kernel(SDPBackend.MATH):  # other kernels have no second derivative
         raw = make_fx(function, tracing_mode="real")(*arguments)
     read = {str(n.target): getattr(raw, str(n.target)) for n in raw.graph.nodes if n.op == "get_attr"}
@@ -338,8 +339,8 @@ def _trace_functional_graph(
 
 @cache
 def _list_backward_decompositions() -> dict[Any, Callable[..., Any]]:
-    """Return a dict: backward operator -> decomposition, a function that computes it with simpler operators. It has
-    each backward operator that torch can decompose and that has no sharding rule, and ``convolution_backward``."""
+    """Return a dict: backward operator -> decomposition, a function that computes it with simpler operators. The dict
+    has each backward operator that torch can decompose and that has no sharding rule, and ``convolution_backward``."""
     known = [op for op in decomposition_table if isinstance(op, torch._ops.OpOverload)]
     table = {op: decomposition_table[op] for op in known if "_backward" in op._schema.name and not has_rule(op)}
     return table | {aten.convolution_backward.default: _convolution_input_gradient}
@@ -360,12 +361,13 @@ class ConvolutionGeometry(NamedTuple):
 
 def _convolution_input_gradient(grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *options: Any) -> Any:
     """Decompose ``convolution_backward`` into a convolution that does not read the input, if only the gradient of the
-    input is wanted. Return (gradient of the input, ``None``, ``None``), or ``NotImplemented`` if other gradients are
-    wanted too.
+    input is wanted. Return (gradient of the input, ``None``, ``None``). If other gradients are wanted, too, return
+    ``NotImplemented``.
 
     ``grad``: the gradient of the convolution's result. ``x``, ``weight``: its operands. ``bias_sizes``: the shape of
     its bias, or ``None``. ``options``: stride, padding, dilation, whether the convolution is transposed, output
-    padding, number of groups, and three booleans: whether the gradients of input, weight and bias are wanted."""
+    padding, number of groups, and three booleans: whether the gradients of input, weight and bias are wanted.
+    """
     *geometry, output_mask = options
     if list(output_mask) != [True, False, False]:
         return NotImplemented
@@ -379,8 +381,8 @@ def _convolution_input_gradient(grad: Tensor, x: Tensor, weight: Tensor, bias_si
 
 
 class _ConstantInterpreter(fx.Interpreter):
-    """Runs a graph, ``module``, in which constants (``get_attr`` nodes) are read from the dict ``captured_tensors``,
-    name -> tensor, instead of from the module."""
+    """Runs a graph, ``module``, but reads its constants (``get_attr`` nodes) from the dict ``captured_tensors``, name
+    -> tensor, instead of from the module."""
 
     def __init__(self, module: fx.GraphModule, captured_tensors: Mapping[str, Tensor]) -> None:
         super().__init__(module)
@@ -393,8 +395,8 @@ class _ConstantInterpreter(fx.Interpreter):
 def _check_effects(graph: fx.Graph, seeds: Sequence[fx.Node]) -> None:
     """Raise :class:`NotAffine` if ``graph``, the graph of a ``backward`` function, has side effects: it draws random
     numbers, or writes in place to a tensor other than ``seeds``, its placeholders of incoming gradients. Writes to
-    ``seeds`` are removed from the graph, because no result depends on them: they come last in a graph that was made
-    functional."""
+    ``seeds`` are removed from the graph: in a graph that was made functional, they come last, and no result depends on
+    them."""
     for node in list(graph.nodes):
         if not isinstance(node.target, torch._ops.OpOverload):
             continue
@@ -407,8 +409,8 @@ def _check_effects(graph: fx.Graph, seeds: Sequence[fx.Node]) -> None:
 
 
 def _is_inactive_dropout(node: fx.Node) -> bool:
-    """Return whether the random operator ``node`` draws no random numbers, because it is a dropout that is switched
-    off: its probability is 0, or it is not in training."""
+    """Return whether the random operator ``node`` is a dropout that draws no random numbers, because its probability is
+    0 or it is not in training."""
     given = dict(zip([a.name for a in node.target._schema.arguments], node.args, strict=False)) | node.kwargs  # type: ignore[union-attr]
     return bool(given.get("dropout_p", given.get("p")) == 0 or given.get("train", True) is False)
 
@@ -424,10 +426,10 @@ _SHAPE_ALONE = frozenset(
 
 
 def _drop_seeds(graph_module: fx.GraphModule, num_seeds: int) -> None:
-    """Remove the first ``num_seeds`` placeholders from ``graph_module``, in place; they are the incoming gradients of a
-    ``backward`` function whose transpose is ``graph_module``. The transpose does not read their values if the function
-    is linear in them. Raise :class:`NotAffine` if it does. Operators that read only their shape are changed to read
-    zeros."""
+    """Remove the first ``num_seeds`` placeholders from ``graph_module``, in place. ``graph_module`` is the transpose of
+    a ``backward`` function, and these placeholders are the function's incoming gradients. If the function is linear in
+    them, the transpose does not read their values; if it does read them, raise :class:`NotAffine`. Operators that read
+    only their shape are changed to read zeros."""
     graph = graph_module.graph
     for node in list(graph.nodes):
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _SHAPE_ALONE:
@@ -445,7 +447,7 @@ def _drop_seeds(graph_module: fx.GraphModule, num_seeds: int) -> None:
 
 
 def _collect_read_nodes(node: fx.Node) -> set[fx.Node]:
-    """Return all nodes that ``node`` depends on, including itself."""
+    """Return the set of all nodes on which ``node`` depends, and ``node`` itself."""
     seen = {node}
     waiting = [node]
     while waiting:

@@ -223,10 +223,7 @@ def expert_mm_weight(x: Tensor, grad: Tensor, expert: Tensor, num_experts: int) 
     return grouped_mm_weight(sort_rows(x, order), sort_rows(grad, order), ends)
 
 
-_PRODUCTS_BY_GROUP = (
-    torch._grouped_mm,
-    getattr(torch.nn.functional, "grouped_mm", None),
-)  # second: since 2.10
+_PRODUCTS_BY_GROUP = (torch._grouped_mm, getattr(torch.nn.functional, "grouped_mm", None))  # second: since 2.10
 
 
 class _GroupedProductMode(TorchFunctionMode):

@@ -110,7 +110,7 @@ def enumerate_strategies(
         if any(i >= len(nodes) for i in positions):
             continue  # one of these operands is a number
         if not all(is_differentiable(v) for v in (*(nodes[i].meta["val"] for i in positions), *results_of(node))):
-            continue  # no partial sums of booleans or integers, because a whole value cannot be divided by the number of ranks
+            continue  # a boolean or integer cannot be divided by the number of ranks into partial sums
         operands = tuple(PARTIAL if i in positions else layout for i, layout in enumerate(reads))
         found.append(Strategy(None, (), operands, (PARTIAL,) * len(makes)))
     return found

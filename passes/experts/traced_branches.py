@@ -349,7 +349,5 @@ def find_empty_expert_masks(nodes: Sequence[fx.Node], parity: int, decided: Coll
             pair = _find_mask_choice(node)
             if node in masks if pair is None else pair[1] % 2 == parity and key(*pair) in query:
                 tell.add(node)
-                first |= (
-                    {node} if node.args[0] not in tell else set()
-                )  # otherwise it is computed from a mask found before
+                first |= {node} if node.args[0] not in tell else set()  # otherwise computed from a mask in ``tell``
     return frozenset(first)

@@ -288,9 +288,9 @@ class _LoopMerger:
 
     def _fill_other_rows(self, node: fx.Node, value: Any, mask: ExpertMask) -> ExpertRows:
         """Replace the ``masked_fill`` operators of all experts, each of which keeps the rows (tokens) of one expert and
-        sets all other rows to a number. Return one merged value, in which each row is that of its own expert. Raises
-        :class:`NotMergeable` unless each mask is true for the rows that did not choose its expert, and lies along the
-        rows of ``value``.
+        sets all other rows to a number. Return one merged value, in which each row is taken from its own expert's
+        result. Raises :class:`NotMergeable` unless each mask is true for the rows that did not choose its expert, and
+        lies along the rows of ``value``.
 
         ``node``: the operator of the first expert. ``value``, ``mask``: its first two operands, each merged over all
         experts.

@@ -46,7 +46,7 @@ def can_have_gradient(dtype: torch.dtype) -> bool:
 
 def accumulated_in(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which tensors of the dtype ``dtype`` and their gradients are summed: float32 for
-    floating-point types of less than 4 bytes, ``dtype`` itself for all others."""
+    floating-point dtypes of less than 4 bytes, ``dtype`` itself for all others."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 

@@ -1,11 +1,11 @@
-"""Rewrite a graph operator by operator from a table of functions; erase unused operators; change floating-point types.
+"""Rewrite a graph operator by operator from a table of functions; erase unused operators; change floating-point dtypes.
 
 A rule of the table takes a :class:`Builder`, followed by the arguments of the operator that it replaces, with graph
 nodes in place of tensors. It returns the node (or tuple of nodes) that replaces the operator's result, or ``KEEP`` to
 leave the operator unchanged.
 
-:func:`cast_graph_dtype` changes all floating-point types of a graph to one type, including float32 in which a model
-computes norms and losses whatever the type of its parameters.
+:func:`cast_graph_dtype` changes all floating-point dtypes of a graph to one dtype. This includes the norms and losses
+that a model computes in float32 whatever the dtype of its parameters.
 """
 
 from __future__ import annotations
@@ -172,9 +172,9 @@ _SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def replace_floating_dtype(given: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that replaces ``given`` if all floating-point types of a graph become ``dtype``.
+    """Return the dtype that replaces ``given`` if all floating-point dtypes of a graph become ``dtype``.
 
-    A complex type becomes the complex type with parts of ``dtype``, if there is one. Other types are unchanged.
+    A complex dtype becomes the complex dtype with parts of ``dtype``, if there is one. Other dtypes are unchanged.
     """
     if given.is_complex:
         return _WITH_PARTS.get(dtype, given)

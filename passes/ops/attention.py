@@ -76,8 +76,8 @@ class Tile(NamedTuple):
     ``rows`` and ``keys``: (start, stop) of the queries and of the keys in the local tensors. ``kind``: which keys of
     the tile are visible. "all": every query sees all keys of the tile. "diagonal": the tile is square, and its query
     ``i`` (from 0) sees its keys 0 to ``i``. "band": a query sees the keys whose distance from the query is within
-    ``limits``. ``offset``: the position of the first query minus that of the first key. ``limits``: used by the kind
-    "band" only; the visible positions relative to the query's own. ``None`` means the band of the whole attention.
+    ``limits``. ``offset``: the position of the first query minus that of the first key. ``limits``: how many positions
+    before and after its own a query sees in a tile of the kind "band"; ``None`` means the band of the whole attention.
     """
 
     rows: tuple[int, int]
@@ -106,8 +106,8 @@ def list_ring_tiles(
 
     In step ``step``, a rank has received the keys of the rank ``step`` places before it in the ring. ``queries``,
     ``keys``: the number of queries and of keys per rank. ``zigzag``: whether each rank has one range of positions from
-    each end of the sequence, instead of a single range. ``band``: the visible positions relative to the query's own.
-    ``rank``: an index, from 0, among the ``num_ranks`` ranks that share the sequence.
+    each end of the sequence, instead of a single range. ``band``: how many positions before and after its own a query
+    sees. ``rank``: an index, from 0, among the ``num_ranks`` ranks that share the sequence.
     """
     own = split_positions(queries, num_ranks, rank, zigzag)
     return list_tiles(own, split_positions(keys, num_ranks, (rank - step) % num_ranks, zigzag), band)
@@ -120,8 +120,8 @@ def list_ring_steps(queries: int, keys: int, num_ranks: int, zigzag: bool, band:
 
     In step ``s``, a rank has received the keys of the rank ``s`` places before it in the ring. ``queries``, ``keys``:
     the number of queries and of keys per rank. ``num_ranks``: the number of ranks that share the sequence. ``zigzag``:
-    whether each rank has one range of positions from each end of the sequence, instead of a single range. ``band``: the
-    visible positions relative to the query's own.
+    whether each rank has one range of positions from each end of the sequence, instead of a single range. ``band``: how
+    many positions before and after its own a query sees.
     """
     seen = [
         s for s in range(1, num_ranks)
@@ -136,7 +136,7 @@ def count_max_pairs(queries: int, keys: int, num_ranks: int, zigzag: bool, band:
 
     ``queries``, ``keys``: the number of queries and of keys per rank. ``num_ranks``: the number of ranks that share the
     sequence. ``zigzag``: whether each rank has one range of positions from each end of the sequence, instead of a
-    single range. ``band``: the visible positions relative to the query's own.
+    single range. ``band``: how many positions before and after its own a query sees.
     """
     before, after = band
     most = 0
@@ -211,8 +211,8 @@ def list_tiles_between(
     within ``inner``. An attention with a prefix needs these tiles: a query sees the keys of the prefix within
     ``outer``, but all other keys only within ``inner``.
 
-    ``queries``, ``keys``: ranges of positions in one sequence. ``inner``, ``outer``: visible positions relative to the
-    query's own; ``inner`` lies inside ``outer``.
+    ``queries``, ``keys``: ranges of positions in one sequence. ``inner``, ``outer``: numbers of positions before and
+    after a query's own; ``inner`` lies inside ``outer``.
     """
     found: list[Tile] = []
     if inner.after not in (None, outer.after):
@@ -264,8 +264,8 @@ def list_tiles_after(queries: tuple[PositionRange, ...], keys: tuple[PositionRan
 
 def cut_tile(tile: Tile, band: Band, size: int) -> Iterator[Tile]:
     """Cut ``tile``, a rectangle of queries and keys, into parts of at most ``size`` queries and ``size`` keys, and
-    yield each part in which some query sees a key. Some queries of a part may see none of its keys. ``band``: the
-    visible positions relative to the query's own, for a tile of the kind "band" whose ``limits`` is ``None``."""
+    yield each part in which some query sees a key. Some queries of a part may see none of its keys. ``band``: how many
+    positions before and after its own a query sees, in a tile of the kind "band" whose ``limits`` is ``None``."""
     limits = {"all": Band(), "diagonal": Band(None, 0), "band": tile.limits or band}[tile.kind]
     # position of query 0 minus that of key 0, relative to which the limits count
     shift = 0 if tile.kind == "diagonal" else tile.offset
@@ -291,7 +291,7 @@ def _generate_band_tiles(num_queries: int, num_keys: int, offset: int, band: Ban
     ``rows``, ``keys``: (start, stop) indices. ``kind``: which keys of the tile are visible. "all": every query sees all
     keys of the tile. "diagonal": the tile is square, and its query ``i`` (from 0) sees its keys 0 to ``i``. "band": a
     query sees the keys of the tile that are within ``band``. ``num_queries``, ``num_keys``: the numbers of queries and
-    keys. ``band``: the visible positions relative to the query's own.
+    keys. ``band``: how many positions before and after its own a query sees.
     """
     before, after = band
     first = 0 if after is None else max(0, -offset - after)
@@ -353,8 +353,8 @@ def _list_parts(tile: Tile, band: Band, q: Tensor, change: ScoreChange) -> Itera
     ``change`` changes the scores, for example by a cap, the parts are blocks whose scores fit in memory. Otherwise the
     only part is the tile itself.
 
-    ``q`` ``[..., s, d]``: the queries of all samples and heads. ``band``: the visible positions relative to the query's
-    own.
+    ``q`` ``[..., s, d]``: the queries of all samples and heads. ``band``: how many positions before and after its own a
+    query sees.
     """
     if change.is_none:
         return (tile,)
@@ -369,10 +369,10 @@ class AttentionAccumulator:
     """Accumulates the attention of the queries ``q`` ``[..., heads, queries, d]`` over tiles (rectangles of queries and
     keys), which are added one after another.
 
-    ``band``: the visible positions relative to the query's own. ``scale``: the factor of the scores; ``None`` means ``1
-    / sqrt(d)``. ``width``: the size of the last dim of the values. ``change``: how the scores are changed before the
-    softmax, for example by a cap. ``out`` and ``lse``: the attention over the tiles so far and the logsumexp of its
-    scores, in float32 for 16-bit dtypes; ``None`` before the first tile.
+    ``band``: how many positions before and after its own a query sees. ``scale``: the factor of the scores; ``None``
+    means ``1 / sqrt(d)``. ``width``: the size of the last dim of the values. ``change``: how the scores are changed
+    before the softmax, for example by a cap. ``out`` and ``lse``: the attention over the tiles so far and the logsumexp
+    of its scores, in float32 for 16-bit dtypes; ``None`` before the first tile.
     """
 
     q: Tensor
@@ -440,9 +440,8 @@ class AttentionAccumulator:
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return two tensors: the attention over all tiles (rectangles of queries and keys) that were added, ``[...,
-        heads, queries, width]`` in the type of the queries, and the logsumexp of the scores of each query, ``[...,
-        heads, queries]``.
-        """
+        heads, queries, width]`` in the dtype of the queries, and the logsumexp of the scores of each query, ``[...,
+        heads, queries]``."""
         out, lse = self._ensure_result_tensors()
         return copy_position_major(out.to(self.q.dtype)), lse
 
@@ -454,9 +453,9 @@ class AttentionGradients:
 
     ``grad``: the gradient of the result. ``q``: the queries ``[..., heads, queries, d]``. ``out`` and ``lse``: the
     result, and the logsumexp ``[..., heads, queries]`` of the scores over all keys. ``grad_q``: the gradient of the
-    queries so far. ``band``: the visible positions relative to the query's own. ``scale``: the factor of the scores;
-    ``None`` means ``1 / sqrt(d)``. ``change``: how the scores are changed before the softmax. ``grad_slopes``: the
-    gradient so far of the slopes of ``change``, ``[heads]``; an empty tensor if the slopes are not trained.
+    queries so far. ``band``: how many positions before and after its own a query sees. ``scale``: the factor of the
+    scores; ``None`` means ``1 / sqrt(d)``. ``change``: how the scores are changed before the softmax. ``grad_slopes``:
+    the gradient so far of the slopes of ``change``, ``[heads]``; an empty tensor if the slopes are not trained.
     """
 
     grad: Tensor
@@ -508,7 +507,7 @@ def _make_tile_mask(tile: Tile, band: Band, q: Tensor, cache: _Masks) -> Tensor 
 
     ``q``: a tensor with the dtype and device of the mask. ``cache``: a dict that is read and filled: (number of
     queries, number of keys, position of the first query minus that of the first key, visible band) -> mask. ``band``:
-    the visible positions relative to the query's own, for a tile of the kind "band" whose ``limits`` is ``None``.
+    how many positions before and after its own a query sees, in a tile of the kind "band" whose ``limits`` is ``None``.
     """
     if tile.kind in ("all", "diagonal"):
         return None
@@ -529,8 +528,8 @@ def make_band_mask(num_queries: int, num_keys: int, offset: int, band: Band, lik
     """Return the mask ``[num_queries, num_keys]`` to add to the scores of a tile (a rectangle of queries and keys): 0
     where a query sees a key, minus infinity elsewhere.
 
-    ``offset``: the position of the first query minus that of the first key. ``band``: the visible positions relative to
-    the query's own. ``like``: a tensor with the dtype and device of the mask.
+    ``offset``: the position of the first query minus that of the first key. ``band``: how many positions before and
+    after its own a query sees. ``like``: a tensor with the dtype and device of the mask.
     """
     distance = torch.arange(num_queries, device=like.device).unsqueeze(1) + offset
     distance = distance - torch.arange(num_keys, device=like.device)

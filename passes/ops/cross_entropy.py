@@ -94,8 +94,8 @@ def decompose_backward(
 def target_and_logsumexp_backward(
     of_target: Tensor, of_logsumexp: Tensor, logits: Tensor, index: Tensor, logsumexp: Tensor, dim: int
 ) -> Tensor:
-    """Return the gradient of ``logits``: the softmax times ``of_logsumexp``, plus ``of_target`` at the index of the
-    target.
+    """Return the gradient of ``logits`` through :func:`target_and_logsumexp`: the softmax times ``of_logsumexp``, plus
+    ``of_target`` at the index of the target.
 
     ``of_target``, ``of_logsumexp``: the gradients of each row's target logit and logsumexp along ``dim``. ``index``:
     the target class of each row. ``logsumexp``: each row's logsumexp, from forward. These four have size 1 along

@@ -7,7 +7,7 @@ positions (``passes/ops/attention.py``): all keys, those up to its own position,
 A row is cut into runs of equal ids. Attention is computed in the tiles that the band touches between runs of one
 document. Tiles of other documents are skipped, so that work and memory grow with the sum of the squares of the
 documents' lengths. A document may consist of several runs, as on a rank that has two ends of a sequence. On CUDA,
-16-bit types use torch's flash kernel for sequences of different lengths.
+16-bit dtypes use torch's flash kernel for sequences of different lengths.
 """
 
 from __future__ import annotations
@@ -105,10 +105,10 @@ def list_document_tiles(
     documents has to compute.
 
     ``queries`` and ``keys``: for each row, a dict: document id -> its runs (ranges of consecutive positions). ``band``:
-    the visible positions relative to the query's own. ``prefixes``: for each row, a dict: document id -> runs of the
-    document's prefix, the keys that a query sees within ``prefix_band``; ``None`` if there are no prefixes.
+    how many positions before and after its own a query sees. ``prefixes``: for each row, a dict: document id -> runs of
+    the document's prefix, the keys that a query sees within ``prefix_band``; ``None`` if there are no prefixes.
     ``in_order``: whether the queries of a tile, and its keys, must be consecutive in the whole sequence.
-    ``prefix_band``: the visible positions of a prefix relative to the query's own; includes ``band``.
+    ``prefix_band``: how many positions before and after its own a query sees in a prefix; includes ``band``.
     """
     found = [
         tuple(tile for d, runs in own.items() if d in theirs for tile in list_tiles(runs, theirs[d], band, in_order))
@@ -144,9 +144,9 @@ class DocumentAttention:
     queries, d]``, over tiles (rectangles of queries and keys), row by row.
 
     ``groups``: slices of the batch dim with the rows that are computed together, because their documents are equal.
-    ``band``: the visible positions relative to the query's own. ``scale``: the factor of the scores; ``None`` means ``1
-    / sqrt(d)``. ``width``: the size of the last dim of the values. ``change``: how the scores are changed before the
-    softmax. ``out`` and ``lse``: the attention over the tiles so far, and the logsumexp of its scores.
+    ``band``: how many positions before and after its own a query sees. ``scale``: the factor of the scores; ``None``
+    means ``1 / sqrt(d)``. ``width``: the size of the last dim of the values. ``change``: how the scores are changed
+    before the softmax. ``out`` and ``lse``: the attention over the tiles so far, and the logsumexp of its scores.
     """
 
     q: Tensor
@@ -180,9 +180,8 @@ class DocumentAttention:
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return two tensors: the attention over all tiles (rectangles of queries and keys) that were added, ``[b,
-        heads, queries, width]`` in the type of the queries, and the logsumexp of the scores of each query, ``[b, heads,
-        queries]``.
-        """
+        heads, queries, width]`` in the dtype of the queries, and the logsumexp of the scores of each query, ``[b,
+        heads, queries]``."""
         return copy_position_major(self.out.to(self.q.dtype)), self.lse
 
 
@@ -193,7 +192,7 @@ class DocumentGradients:
 
     ``grad``: the gradient of the result. ``q``: the queries. ``out`` and ``lse``: result, and logsumexp of the scores
     over all keys. ``groups``: slices of the batch dim with the rows that are computed together, because their documents
-    are equal. ``band``: the visible positions relative to the query's own. ``scale``: the factor of the scores;
+    are equal. ``band``: how many positions before and after its own a query sees. ``scale``: the factor of the scores;
     ``None`` means ``1 / sqrt(d)``. ``change``: how the scores are changed before the softmax. ``grad_q``: the gradient
     of the queries so far. ``grad_slopes``: the gradient so far of the slopes of ``change``, ``[heads]``; an empty
     tensor if the slopes are not trained.
@@ -243,8 +242,8 @@ def count_document_pairs(lengths: tuple[int, ...], queries: int, num_ranks: int,
     number of rows and none crosses a row's end, the pairs of each rank are counted exactly. Otherwise each position is
     assumed to have the documents' mean number of pairs, and each rank an equal share. ``queries``: the number of
     queries of each of the ``num_ranks`` ranks that share the sequence. ``zigzag``: whether each rank has one range of
-    positions from each end of the sequence, instead of a single range. ``band``: the visible positions relative to the
-    query's own.
+    positions from each end of the sequence, instead of a single range. ``band``: how many positions before and after
+    its own a query sees.
     """
     total, row = sum(lengths), queries * num_ranks
     starts = np.cumsum([0, *lengths[:-1]])
@@ -274,8 +273,8 @@ def _count_row_pairs(
 
     ``places``: the positions of the queries in the row. ``ids``: for each position of the row, the index of its
     document. ``starts``: the start of each document in the concatenation of all rows. ``lengths``: the number of
-    positions of each document. ``row``: the number of positions of a row. ``band``: the visible positions relative to
-    the query's own.
+    positions of each document. ``row``: the number of positions of a row. ``band``: how many positions before and after
+    its own a query sees.
     """
     mine = ids[places]
     return _count_band_pairs(places - starts[mine] % row, np.asarray(lengths)[mine], band)
@@ -283,8 +282,8 @@ def _count_row_pairs(
 
 def _count_band_pairs(places: np.ndarray[Any, Any], lengths: Any, band: Band) -> int:
     """Return the total number of keys that some queries see, if each query sees the keys of its own document within
-    ``band``, the visible positions relative to the query's own. ``places``: the position of each query in its document,
-    from 0. ``lengths``: the length of each query's document in positions; a single number if all are equal."""
+    ``band``. ``places``: the position of each query in its document, from 0. ``lengths``: the length of each query's
+    document in positions; a single number if all are equal."""
     last = lengths - 1
     ends = np.broadcast_to(last, places.shape) if band.after is None else np.minimum(places + band.after, last)
     begins = np.zeros_like(places) if band.before is None else np.maximum(places - band.before, 0)
@@ -388,8 +387,8 @@ def _describe_window(band: Band, longest: int) -> dict[str, int]:
     ``window_size_right``, in positions. Return an empty dict if a query sees all keys, or all keys up to its own
     position: the kernel has another argument for this.
 
-    ``band``: the visible positions relative to the query's own. ``longest``: the length of the longest document, used
-    as the window's size on a side without a limit.
+    ``band``: how many positions before and after its own a query sees. ``longest``: the length of the longest document,
+    used as the window's size on a side without a limit.
     """
     if band.is_full or band.is_causal:
         return {}
@@ -404,8 +403,8 @@ def _flash_forward(
     the logsumexp of the scores ``[b, h, s]``.
 
     ``q``, ``k``, ``v``: queries, keys and values. ``documents``: (tensor of the documents' starts in the concatenated
-    rows, followed by the end of the last one; length of the longest document). ``band``: the visible positions relative
-    to the query's own. ``scale``: the factor of the scores; ``None`` means ``1 / sqrt(d)``.
+    rows, followed by the end of the last one; length of the longest document). ``band``: how many positions before and
+    after its own a query sees. ``scale``: the factor of the scores; ``None`` means ``1 / sqrt(d)``.
     """
     starts, longest = documents
     rows = [_join_rows(x) for x in (q, k, v)]
@@ -430,8 +429,8 @@ def _flash_backward(
 
     ``grad``: the gradient of the result. ``operands``: (queries, keys, values). ``results``: (result, logsumexp of the
     scores). ``documents``: (tensor of the documents' starts in the concatenated rows, followed by the end of the last
-    one; length of the longest document). ``band``: the visible positions relative to the query's own. ``scale``: the
-    factor of the scores; ``None`` means ``1 / sqrt(d)``.
+    one; length of the longest document). ``band``: how many positions before and after its own a query sees. ``scale``:
+    the factor of the scores; ``None`` means ``1 / sqrt(d)``.
     """
     starts, longest = documents
     batch = grad.shape[0]

@@ -36,8 +36,8 @@ _KERNELS = {
 def sort_experts(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Sort rows (tokens) by expert, stably. ``expert`` ``[t]`` has the expert number of each row.
 
-    Return the order ``[t]`` (int64 row indices) and the end of each expert's rows in that order, ``[num_experts]``
-    (int32). Rows whose number is outside ``[0, num_experts)`` come last.
+    Return two tensors: the order ``[t]`` (int64 row indices), and the end of each expert's rows in this order,
+    ``[num_experts]`` (int32). Rows whose number is outside ``[0, num_experts)`` come last.
     """
     others = (expert < 0) | (expert >= num_experts)
     experts, order = expert.masked_fill(others, num_experts).sort(stable=True)
@@ -244,7 +244,7 @@ class _GroupedProductMode(TorchFunctionMode):
 
 def _multiply_grouped_rows(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = None, **options: Any) -> Tensor | None:
     """Return the result of ``torch.nn.functional.grouped_mm(mat_a, mat_b, offs)``, computed by operators that can be
-    traced for any floating-point type; ``None`` if these operators do not cover the call.
+    traced for any floating-point dtype; ``None`` if these operators do not cover the call.
 
     ``mat_a``: rows sorted by group, or a batch of matrices. ``mat_b``: one matrix for each group. ``offs``: the end of
     each group's rows; ``None`` for batches. ``options``: the other arguments of the call.
@@ -262,7 +262,7 @@ def _multiply_grouped_rows(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = N
 
 @contextmanager
 def trace_grouped_products() -> Iterator[None]:
-    """Return a context in which torch's grouped matrix products can be traced for all floating-point types."""
+    """Return a context in which torch's grouped matrix products can be traced for all floating-point dtypes."""
     with _GroupedProductMode():
         yield
 

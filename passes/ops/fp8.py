@@ -37,7 +37,7 @@ _MIN_MAGNITUDE = 1e-30  # lower limit of a largest magnitude, so that a tensor o
 
 
 def _quantize_to_fp8(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return two tensors: ``x`` divided by a scale and rounded to the 8-bit type ``dtype``, and this scale
+    """Return two tensors: ``x`` divided by a scale and rounded to the 8-bit dtype ``dtype``, and this scale
     (0-dimensional, float32). The scale maps the largest magnitude in ``x`` to the largest number of ``dtype``."""
     largest = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32)
     scale = largest.clamp(min=_MIN_MAGNITUDE) / torch.finfo(dtype).max

@@ -170,7 +170,7 @@ def _are_all_done(left: Tensor) -> bool:
 
 
 def gamma(index: Tensor, seed: Tensor, stream: Tensor, concentration: Tensor) -> Tensor:
-    """Draw numbers of the gamma distribution with rate 1, one per element of ``index``, in the type of
+    """Draw numbers of the gamma distribution with rate 1, one per element of ``index``, in the dtype of
     ``concentration``. Uses the rejection method of Marsaglia and Tsang (2000) in float64 with ``ROUNDS`` (32) rounds;
     each element takes its first accepted candidate. A round accepts at least 95 of 100 candidates, so the probability
     that an element has none is below 1e-40; its result is then ``concentration - 1/3``. For a concentration below 1,
@@ -199,7 +199,7 @@ def gamma(index: Tensor, seed: Tensor, stream: Tensor, concentration: Tensor) ->
 
 
 def poisson(index: Tensor, seed: Tensor, stream: Tensor, rate: Tensor) -> Tensor:
-    """Draw numbers of the Poisson distribution with mean ``rate``, one per element of ``index``, in the type of
+    """Draw numbers of the Poisson distribution with mean ``rate``, one per element of ``index``, in the dtype of
     ``rate``. Inverts the distribution function, a regularized upper incomplete gamma function, by bisection in float64.
 
     ``index`` (int64): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64 tensors;
@@ -219,7 +219,7 @@ def poisson(index: Tensor, seed: Tensor, stream: Tensor, rate: Tensor) -> Tensor
 
 
 def binomial(index: Tensor, seed: Tensor, stream: Tensor, count: Tensor, prob: Tensor) -> Tensor:
-    """Draw numbers of the binomial distribution, one per element of ``index``, in the type of ``count``; computed in
+    """Draw numbers of the binomial distribution, one per element of ``index``, in the dtype of ``count``; computed in
     float64.
 
     ``index`` (int64): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64 tensors;
@@ -513,7 +513,7 @@ def _get_integer_range(given: Mapping[str, Any]) -> tuple[int, int] | None:
 
     Return ``None`` if the bounds are not known, or if the number of integers is greater than 2**40 and not a power of
     two: low integers would then be noticeably more frequent. ``given``: the call's arguments by name. ``random_``
-    without bounds draws all non-negative integers of its integer type.
+    without bounds draws all non-negative integers of its dtype.
     """
     low, high = given.get("low", given.get("from", 0)), given.get("high", given.get("to"))
     if high is None and "self" in given and "from" not in given:

@@ -1,13 +1,13 @@
 """Products of matrices in 8-bit and 4-bit floating point with several scales per matrix.
 
 With ``"row"``, every row of both operands (along the summed dim) has a scale in float32, so that its largest magnitude
-becomes the largest number of the type. With ``"block"``, every 32 numbers along the summed dim have a scale that is a
+becomes the largest number of the dtype. With ``"block"``, every 32 numbers along the summed dim have a scale that is a
 power of two, stored as ``float8_e8m0fnu``: the format MXFP8 (Open Compute Project, Microscaling formats specification
 1.0). The scale is rounded up, so that no number is cut off.
 
-With ``"nvfp4"``, there are two levels of scales. A number is one of 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with a sign (E2M1). A
-block of 16 numbers has a scale in ``float8_e4m3fn``, and a tensor one in float32. The recipe is that of NVIDIA for
-training (arXiv 2509.25149):
+With ``"nvfp4"``, there are two levels of scales. A number is one of 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with a sign (E2M1).
+Each block of 16 numbers has a scale in ``float8_e4m3fn``, and each tensor has a scale in float32. The recipe is
+NVIDIA's for training (arXiv 2509.25149):
 
 - Blocks are 16 numbers along the summed dim. Blocks of a weight are 16 x 16 numbers, so that forward and backward
   multiply by the same rounded weight.
@@ -54,7 +54,7 @@ _MIX = (-1640531535, -2048144789, -1028477379)  # odd factors that mix the bits 
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype = _TYPE) -> tuple[Tensor, Tensor]:
-    """Return two tensors: ``x`` ``[m, k]`` with each row divided by a scale and rounded to the 8-bit type ``dtype``;
+    """Return two tensors: ``x`` ``[m, k]`` with each row divided by a scale and rounded to the 8-bit dtype ``dtype``;
     and the scales ``[m, 1]`` in float32."""
     wide = x.float()
     scale = wide.abs().amax(1, keepdim=True).clamp(min=_MIN_MAGNITUDE) / torch.finfo(dtype).max

@@ -81,8 +81,8 @@ def estimate_num_blocks(scores: float, heads: int) -> int:
 def attend_block(
     q: Tensor, k: Tensor, v: Tensor, scoring: BlockScoring, wide_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return two tensors of type ``wide_dtype``: the attention of queries over the keys of one block, and the logsumexp
-    of the scores of each query. For a query that sees no key of the block, they are 0 and minus infinity.
+    """Return two tensors of dtype ``wide_dtype``: the attention of queries over the keys of one block, and the
+    logsumexp of the scores of each query. For a query that sees no key of the block, they are 0 and minus infinity.
 
     ``q`` ``[..., heads, queries, d]``; ``k`` and ``v`` ``[..., kv heads, keys, d]``; several query heads may share a
     head of the keys. ``scoring``: how scores are computed.
@@ -131,7 +131,7 @@ def attend_block_backward(
 def _compute_scores(
     q: Tensor, k: Tensor, scoring: BlockScoring, wide_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Return two tensors of type ``wide_dtype``, ``[..., heads, queries, keys]``: the scores after all changes, with
+    """Return two tensors of dtype ``wide_dtype``, ``[..., heads, queries, keys]``: the scores after all changes, with
     minus infinity where a key is hidden; and ``tanh(s / cap)`` of the scaled scores ``s``, or ``None`` if there is no
     cap.
 

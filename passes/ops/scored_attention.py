@@ -78,8 +78,8 @@ def list_marked_tiles(
 
     ``queries``, ``keys``: the documents and prefixes (keys that all queries of their document see) of the local queries
     and keys. ``query_ranges``, ``key_ranges``: the ranges of positions of the local queries and keys in the whole
-    sequence. ``band``: the visible positions relative to the query's own. ``prefix_band``: the visible positions of a
-    prefix relative to the query's own; includes ``band``.
+    sequence. ``band``: how many positions before and after its own a query sees. ``prefix_band``: how many positions
+    before and after its own a query sees in a prefix; includes ``band``.
     """
     shown = None if keys.prefix is None else find_prefix_runs(keys.ids, keys.prefix, key_ranges)
     return list_document_tiles(

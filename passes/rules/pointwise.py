@@ -218,8 +218,8 @@ def shard_glu(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``glu``, which multiplies the first half of a dim by the sigmoid
     of the second half.
 
-    All dims may be sharded. Each half of the split dim is divided over the ranks by itself, so that a rank has matching
-    parts of both halves.
+    All dims may be sharded. Each half of the split dim is divided over the ranks separately, so that a rank has
+    matching parts of both halves.
     """
     (x,) = operands_of(node)
     rank = len(get_meta_shape(x))

@@ -8,7 +8,7 @@ a file or changes a setting of the process must not run because a file says so. 
 * the operators of this project, ``partition``;
 * operators of libraries that the user named with :func:`allow_operators` or in the environment variable
   ``PARTITION_ALLOW_OPERATORS``, or to which the user gave a sharding rule;
-* operators that this process has met in a model, whose code the user runs anyway.
+* operators in models of this process, whose code the user runs anyway.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _MODULES = ("random", "experts", "fp8", "cross_entropy", "recurrent")  # modules
 _NEVER_WHOLE = frozenset({"aten", "prim", "prims", "profiler", "debugprims", "rngprims", "inductor", "quantized"})
 _NAME = re.compile(r"[A-Za-z_]\w*(?:(?:::|\.)\w+(?:\.\w+)?)?", re.ASCII)
 
-# Types of arguments that a JSON value can give. Others, such as a storage or a stream, are handles of the process.
+# Types of arguments that a JSON value can represent. Others, such as a storage or a stream, are handles of the process.
 _PLAIN_ARGUMENTS = re.compile(r"(?:Optional|List|Tensor|int|float|number|bool|str|complex|Device|Generator|[\[\]])*")
 _FILE_ARGUMENT = re.compile("file|path|name", re.IGNORECASE)
 
-# Private operators of aten check less than public ones. These are what graphs of models consist of.
+# Private operators of aten check their arguments less than public ones. Graphs of models contain only these.
 _PRIVATE = frozenset(
     """
     _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward
@@ -64,17 +64,17 @@ _PRIVATE = frozenset(
 
 _libraries: set[str] = set()
 _operators: set[str] = set()  # "mylib::swiglu"
-_met: set[str] = set()  # names as in plans, of operators in models of this process
-_checked: set[str] = set()  # names as in plans, such as "aten.add.Tensor", that were found to be allowed
+_met: set[str] = set()  # operators of models of this process, with their names in plans
+_checked: set[str] = set()  # operators found to be allowed, with their names in plans
 
 
 def allow_operators(*names: str) -> None:
-    """Allow plan files to name operators of your libraries, from now on in this process.
+    """Allow plan files to name operators of the given libraries, in this process from now on.
 
     ``names``: a library, such as ``"mylib"``, for all of its operators, or one operator, such as ``"mylib::swiglu"``.
-    Only allow libraries whose operators you would let a stranger call with any arguments. An operator that has a
-    sharding rule (:func:`rule`) is allowed already. Raise :class:`UntrustedOperatorError` for text that is no
-    such name, and for a whole library of torch, whose operators can read files and change settings.
+    Only allow libraries whose operators you would let a stranger call with any arguments. An operator with a sharding
+    rule (:func:`rule`) is already allowed. Raise :class:`UntrustedOperatorError` if a name is not of this form or is a
+    whole library of torch, whose operators can read files and change settings.
 
         >>> allow_operators("mylib")
     """
@@ -98,15 +98,14 @@ def allow_operators(*names: str) -> None:
 
 @cache
 def _allow_from_environment() -> None:
-    """Allow plans to name the operators and libraries that the environment variable ``PARTITION_ALLOW_OPERATORS``
-    lists, separated by commas. Only the first call does something. Raise :class:`UntrustedOperatorError` for text that
-    is no name of an operator or library.
-    """
+    """Allow plans to name the operators and libraries in the environment variable ``PARTITION_ALLOW_OPERATORS``,
+    separated by commas. Further calls do nothing. Raise :class:`UntrustedOperatorError` for text that is not the name
+    of an operator or library."""
     allow_operators(*(name.strip() for name in os.environ.get(ENVIRONMENT, "").split(",") if name.strip()))
 
 
 def note_operator_of_model(target: torch._ops.OpOverload) -> None:
-    """Allow plans that this process reads to name the operator ``target``, because a model of this process calls it."""
+    """Allow plans that this process reads to name the operator ``target``, which a model of this process calls."""
     _met.add(str(target))
 
 
@@ -114,8 +113,8 @@ def check_node_operators(nodes: Iterable[Mapping[str, Any]], block: str) -> None
     """Raise :class:`UntrustedOperatorError` if a graph of a plan file names an operator that is not allowed. The error
     has the name of the block and the node.
 
-    ``nodes``: the graph's nodes as dicts of JSON data, whose key ``target`` is the operator. ``block``: name of the
-    block to which the graph belongs.
+    ``nodes``: the graph's nodes as dicts of JSON data, with the operator's name at the key ``target``. ``block``: the
+    name of the block with the graph.
     """
     for node in nodes:
         name = node.get("target")
@@ -157,8 +156,8 @@ def check_operator(name: str) -> None:
 
 
 def _suggest_argument(name: str) -> str:
-    """Return the argument of :func:`allow_operators` with which plans may name the operator ``name``, for an error
-    message: its library, or the operator itself if a library must not be allowed as a whole."""
+    """Return the argument of :func:`allow_operators` that allows the operator ``name``, for an error message: its
+    library, or the operator itself if its library must not be allowed as a whole."""
     library, _, rest = name.partition(".")
     packet = rest.partition(".")[0]
     text = f"{library}::{packet}" if packet and library in _NEVER_WHOLE else library
@@ -167,8 +166,7 @@ def _suggest_argument(name: str) -> str:
 
 def find_operator(name: str) -> torch._ops.OpOverload | None:
     """Return the torch operator with the name ``name``, such as ``aten.add.Tensor``; ``None`` if no imported library
-    has it. Whether a plan file may name it is not checked.
-    """
+    has it. Whether plan files may name the operator is not checked."""
     import torch
 
     if name.startswith(f"{NAMESPACE}."):
@@ -187,11 +185,13 @@ def find_operator(name: str) -> torch._ops.OpOverload | None:
 
 
 def find_aten_obstacle(target: torch._ops.OpOverload) -> str:
-    """Return why plans may not name the operator ``target`` of the library aten, as text; an empty string if they may.
+    """Return the reason why plans may not name the operator ``target`` of the library aten, as text; an empty string if
+    they may.
 
-    They may if the schema says that it returns tensors, writes to no argument, and takes only tensors, numbers, types
-    and strings. An operator without a tensor among its arguments may take no strings, which could name a file. An
-    operator whose name starts with ``_`` must also be in a fixed list of those that graphs of models contain.
+    Plans may name an operator if its schema says that it returns tensors, writes to no argument, and takes only
+    tensors, numbers, types and strings. An operator without tensor arguments may take no strings, which could name a
+    file. An operator whose name starts with ``_`` must also be in a fixed list of operators that graphs of models
+    contain.
     """
     schema = target._schema
     name = schema.name.removeprefix("aten::")

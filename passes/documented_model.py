@@ -1,9 +1,8 @@
 """A metaclass for pydantic models that lets ``help()`` show the model's fields and their descriptions.
 
-``help()`` on a plain pydantic model prints the methods of pydantic and none of the fields. A class with the metaclass
-:class:`DocumentedModel` differs in three ways. Its docstring ends with a list of its fields and their descriptions. Its
-``dir()`` leaves out the attributes that every pydantic model inherits. Its signature shows argument names and defaults,
-but no types.
+``help()`` on a plain pydantic model prints pydantic's methods and none of the fields. For a class with the metaclass
+:class:`DocumentedModel`, the docstring ends with a list of the fields and their descriptions, ``dir()`` leaves out the
+attributes that every pydantic model inherits, and the signature shows argument names and defaults, but no types.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ else:
 
 HEADING = "Fields:"
 _INHERITED = frozenset(dir(BaseModel)) | {"model_config"}
-_LONGEST_DEFAULT = 40  # characters
+_LONGEST_DEFAULT = 40  # maximum number of characters of a default
 _WIDTH = 104
 
 
@@ -47,17 +46,17 @@ class DocumentedModel(ModelMetaclass):
 
 
 def strip_fields(docstring: str) -> str:
-    """Return ``docstring``, the docstring of a class with the metaclass :class:`DocumentedModel`, without the list of
-    fields at its end."""
+    """Return ``docstring``, that of a class with the metaclass :class:`DocumentedModel`, without the list of fields at
+    its end."""
     return docstring.partition(f"\n\n{HEADING}\n")[0]
 
 
 def _describe_field(cls: type[BaseModel], name: str, field: FieldInfo) -> str:
-    """Return the lines of a docstring that describe one field: its name, type and default, then its description,
-    indented.
+    """Return the text that describes one field in a docstring: a line with its name, type and default, then its
+    indented description.
 
-    ``name``: the field's name in the model class ``cls``. ``field``: pydantic's description of it, with the default and
-    the text.
+    ``name``: the field's name in the model class ``cls``. ``field``: pydantic's object for the field, with default and
+    description.
     """
     kinds = (inspect.get_annotations(base) for base in cls.__mro__)
     kind = next(found[name] for found in kinds if name in found)
@@ -70,10 +69,10 @@ def _describe_field(cls: type[BaseModel], name: str, field: FieldInfo) -> str:
 
 
 def _build_signature(fields: dict[str, FieldInfo]) -> inspect.Signature:
-    """Return a signature with one keyword argument for each field, with its default and without a type. An alias
-    replaces the name.
+    """Return a signature with a keyword argument for each field: its name, or its alias if it has one, and its default,
+    but no type.
 
-    ``fields``: pydantic's description of each field, by the field's name.
+    ``fields``: field name -> pydantic's object for the field.
     """
     empty = inspect.Parameter.empty
     return inspect.Signature(

@@ -1,4 +1,4 @@
-"""Names and sizes of tensor types, as programs and serialized graphs write them, without an import of PyTorch.
+"""Names and sizes of tensor dtypes in programs and serialized graphs, without an import of PyTorch.
 
 Importing PyTorch takes seconds. Code that only reads a plan (summary, explanation, pictures) needs only this module.
 """
@@ -34,9 +34,9 @@ OTHERS = {
 
 
 def get_dtype_itemsize(name: str) -> int:
-    """Return the number of bytes of one element of the tensor type ``name``, such as ``bfloat16``.
+    """Return the number of bytes of one element of the dtype with the name ``name``, such as ``bfloat16``.
 
-    Raise ``GraphFormatError`` if there is no such type.
+    Raise ``GraphFormatError`` if there is no such dtype.
     """
     size = FLOATING.get(name) or OTHERS.get(name)
     if size is not None:
@@ -47,9 +47,9 @@ def get_dtype_itemsize(name: str) -> int:
 
 
 def is_floating(name: str) -> bool:
-    """Return whether the tensor type ``name``, such as ``bfloat16``, is a floating-point type.
+    """Return whether the dtype with the name ``name``, such as ``bfloat16``, is a floating-point type.
 
-    Raise ``GraphFormatError`` if there is no such type.
+    Raise ``GraphFormatError`` if there is no such dtype.
     """
     if name in FLOATING or name in OTHERS:
         return name in FLOATING
@@ -59,8 +59,6 @@ def is_floating(name: str) -> bool:
 
 
 def sum_type(name: str) -> str:
-    """Return the name of the type in which elements of the type ``name``, such as ``bfloat16``, are summed.
-
-    It is ``float32`` for floating-point types of less than 4 bytes, and ``name`` itself otherwise.
-    """
+    """Return the name of the dtype in which elements of the dtype ``name``, such as ``bfloat16``, are summed:
+    ``float32`` for floating-point types of less than 4 bytes, ``name`` itself otherwise."""
     return "float32" if is_floating(name) and get_dtype_itemsize(name) < 4 else name

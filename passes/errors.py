@@ -14,7 +14,7 @@ class PartitionError(ValueError):
 
     @property
     def brief(self) -> str:
-        """Return the message of this error without tracebacks, as the command line prints it."""
+        """Return the error message without tracebacks, as the command line prints it."""
         return str(self)
 
 
@@ -32,17 +32,16 @@ class InputsError(PartitionError):
 
 
 class RuleError(PartitionError):
-    """Raised if an operator's sharding rule is malformed, or does not agree with what the operator computes."""
+    """Raised if an operator's sharding rule is malformed, or does not match the operator."""
 
 
 class UnsupportedError(PartitionError):
-    """Raised if a model or an option cannot be planned so that the results are exactly those of the original model. The
-    message has the reason.
-    """
+    """Raised if a model or an option cannot be planned with exactly the results of the original model. The message has
+    the reason."""
 
 
 class UntrustedOperatorError(PartitionError):
-    """Raised if a plan file names an operator that a file may not name, such as one that reads files.
+    """Raised if a plan file names an operator that is not allowed in plan files, such as one that reads files.
 
     :func:`allow_operators` allows the operators of a library.
     """
@@ -63,7 +62,7 @@ class ResourceError(PartitionError, OSError):
 class InternalError(PartitionError):
     """Raised for a bug of the partitioner. The unexpected exception is the ``__cause__``.
 
-    ``phase``: the step that was under way, such as ``sharding a block``. It is empty if the step is not known.
+    ``phase``: the step that was running, such as ``sharding a block``; empty if unknown.
     """
 
     def __init__(self, message: str, *, phase: str = "") -> None:
@@ -72,6 +71,5 @@ class InternalError(PartitionError):
 
 
 class UnrolledLoopWarning(UserWarning):
-    """Issued if a Python loop in a model's forward becomes a thousand operators or more, which makes planning slow. The
-    message has the loop's source line.
-    """
+    """Issued if a Python loop in a model's forward is traced as a thousand operators or more, which makes planning
+    slow. The message has the loop's source line."""

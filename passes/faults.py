@@ -3,8 +3,8 @@
 A :class:`PartitionError` is passed on unchanged. Every other exception becomes the cause of a new
 :class:`PartitionError`: :class:`UserCodeError` if the user's code raised it, :class:`ResourceError` if memory, disk
 space or access rights are missing, :class:`InputsError` if the public function itself cannot use an argument, and
-:class:`InternalError` otherwise. The traceback tells the phase (the step that was running), the operator and the line
-of the model, so no other code has to record them.
+:class:`InternalError` otherwise. The phase (the step that was running), the operator and the line of the model are read
+from the traceback, so no other code has to record them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _ROOT = Path(__file__).parent.parent  # folder of the package `partitioner`
 _PROJECT_FOLDER = f"{_ROOT}/"
 FRAME = re.compile(r'File "(.+?)", line (\d+)')  # a frame in the text of a traceback
 _PYTHON = str(Path(traceback.__file__).parent)
-# Packages that this project calls. A traceback frame in them does not tell who caused the error.
+# Packages that this project calls. A traceback frame in them does not show whose fault the error is.
 _LIBRARIES = ("torch", "ortools", "networkx", "pydantic", "safetensors", "numpy", "sympy", "yaml", "rich", "typer")
-# (file, function) in which a phase begins -> name of the phase; messages name the innermost one of a traceback.
+# (file, function) in which a phase begins -> name of the phase. Messages name the innermost phase of a traceback.
 PHASES = {
     ("passes/capture/inputs.py", "bind_inputs"): "reading the inputs",
     ("passes/capture/export.py", "make_fake_copy"): "copying the model without its numbers",
@@ -56,20 +56,20 @@ _OF_ARGUMENTS = (
     AttributeError,
     ValueError,
     RuntimeError,
-)  # the argument is to blame if a public function itself raises one of these
+)  # an argument is wrong if a public function itself raises one of these
 _BEFORE_GRAPHS = ("reading the inputs", "copying the model without its numbers", "capturing the model")
 _NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 
 
 @contextmanager
 def typed_errors(entry: str, passing: Callable[[Exception], bool] = lambda error: False) -> Iterator[None]:
-    """Return a context manager that converts unexpected exceptions into a :class:`PartitionError`. It also works as a
-    decorator. Two kinds of exceptions are always raised unchanged: those from the user's progress callback, because
-    they are a way to stop the search, and Python's :class:`TypeError` for a call without a required argument, or with
-    an unknown one.
+    """Return a context manager, which is also a decorator, that converts unexpected exceptions into a
+    :class:`PartitionError`. Two kinds of exceptions are always raised unchanged: those from the user's progress
+    callback, because they are a way to stop the search, and Python's :class:`TypeError` for a call with a missing or
+    unknown argument.
 
-    ``entry``: the name of the public function, for the message. ``passing``: function of an exception that returns
-    whether to raise it unchanged, too.
+    ``entry``: the name of the public function, for the message. ``passing``: takes an exception and returns whether to
+    raise it unchanged, too.
     """
     try:
         yield
@@ -83,8 +83,7 @@ def typed_errors(entry: str, passing: Callable[[Exception], bool] = lambda error
 
 def _is_signature_mismatch(error: Exception) -> bool:
     """Return whether ``error`` was raised because the arguments of a call do not match the signature of a function that
-    :func:`typed_errors` decorates. No line of the function was executed in that case, so the error is the caller's.
-    """
+    :func:`typed_errors` decorates, before any line of the function was executed."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return isinstance(error, TypeError) and frames[-1].f_code.co_filename == contextlib.__file__
 
@@ -125,12 +124,8 @@ def build_typed_error(error: Exception, entry: str) -> PartitionError:
 
 
 def find_phase(frames: list[tuple[FrameType, int]]) -> str:
-    """Return the name of the innermost phase among the frames of a traceback; an empty string if no frame belongs to
-    one.
-
-    A phase is a step of planning or execution, such as ``sharding a block``. ``frames``: (frame, line number),
-    outermost first.
-    """
+    """Return the name of the innermost phase in a traceback; an empty string if there is none. A phase is a step of
+    planning or execution, such as ``sharding a block``. ``frames``: (frame, line number), outermost first."""
     for frame, _ in reversed(frames):
         file = frame.f_code.co_filename
         if is_project_file(file):
@@ -143,8 +138,8 @@ def find_phase(frames: list[tuple[FrameType, int]]) -> str:
 def find_failed_node(error: BaseException) -> Any:
     """Return the FX node whose operator was being processed when ``error`` was raised; ``None`` if there was none.
 
-    The node is the local variable ``node`` of the innermost stack frame that has one, in the traceback of ``error`` or
-    of the exceptions that caused it.
+    The node is the local variable ``node`` of the innermost stack frame that has such a variable, in the traceback of
+    ``error`` or of the exceptions that caused it.
     """
     fx = sys.modules.get("torch.fx")
     seen: set[int] = set()
@@ -159,11 +154,9 @@ def find_failed_node(error: BaseException) -> Any:
 
 
 def _format_failed_operator(error: Exception) -> str:
-    """Return a phrase for messages, such as `` at the operator mul (aten.mul.Tensor) of model.py:12 in layers.0``.
-
-    It names the operator of the graph that was being processed when ``error`` was raised. It is empty if there was
-    none.
-    """
+    """Return a phrase for error messages that names the graph operator that was being processed when ``error`` was
+    raised, such as `` at the operator mul (aten.mul.Tensor) of model.py:12 in layers.0``; an empty string if there was
+    none."""
     node = find_failed_node(error)
     if node is None:
         return ""
@@ -173,9 +166,8 @@ def _format_failed_operator(error: Exception) -> str:
 
 
 def _format_error_location(error: Exception) -> str:
-    """Return the innermost line of this project in the traceback of ``error``, such as
-    ``passes/shard/shard_block.py:112 (operator)``, with the name of the function in parentheses.
-    """
+    """Return the innermost line of this project in the traceback of ``error``, followed by the name of the function,
+    such as ``passes/shard/shard_block.py:112 (operator)``."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_project_file(f.filename)]
     if not frames:
         return "no line of the partitioner"
@@ -183,10 +175,8 @@ def _format_error_location(error: Exception) -> str:
 
 
 def _choose_phase_advice(phase: str) -> str:
-    """Return a sentence for the message of an internal error that says what the user can try.
-
-    ``phase``: the step that failed, such as ``capturing the model``; empty if it is not known.
-    """
+    """Return a sentence, for the message of an internal error, with what the user can try. ``phase``: the step that
+    failed, such as ``capturing the model``; empty if unknown."""
     if phase in _BEFORE_GRAPHS:
         return "Try to pass an ExportedProgram (torch.export.export) instead of the module."
     if phase:
@@ -203,8 +193,7 @@ def format_versions() -> str:
 
 
 def _find_package_version(name: str) -> str:
-    """Return the version of the installed package ``name`` as text, or ``from source`` if it is not installed as a
-    package."""
+    """Return the version of the installed package ``name`` as text, or ``from source`` if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -216,7 +205,7 @@ def _get_first_line(error: BaseException) -> str:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Return whether ``error`` says that memory of the host or of a device could not be allocated."""
+    """Return whether ``error`` is a failed allocation of host or device memory."""
     if isinstance(error, RuntimeError):
         return any(words in str(error) for words in _NO_MEMORY)
     return isinstance(error, MemoryError)
@@ -224,15 +213,14 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def _is_progress_error(error: Exception) -> bool:
     """Return whether ``error`` was raised by the progress callback that the user passed to the search for a plan. Such
-    an error is passed on unchanged, because it is a way to stop the search.
-    """
+    an error is raised unchanged, because it is a way to stop the search."""
     ours = [f for f in traceback.extract_tb(error.__traceback__) if is_project_file(f.filename)]
     return bool(ours) and (_format_project_path(ours[-1].filename), ours[-1].name) == _REPORTS_PROGRESS
 
 
 def _format_project_path(file: str) -> str:
-    """Return the path of ``file``, a source file of this project, inside the repository, such as
-    ``passes/shard/shard_block.py``."""
+    """Return the path within the repository, such as ``passes/shard/shard_block.py``, of ``file``, a source file of
+    this project."""
     path = Path(file).relative_to(_ROOT)
     return path.as_posix() if path.parts[0] in ("passes", "runtime") else f"{_ROOT.name}/{path.as_posix()}"
 
@@ -245,10 +233,8 @@ def is_project_file(file: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def is_user_file(file: str) -> bool:
-    """Return whether the source file ``file`` belongs to the user.
-
-    It does if it does not belong to Python, to this project or to a library that this project calls.
-    """
+    """Return whether the source file ``file`` is the user's: it does not belong to Python, to this project or to a
+    library that this project calls."""
     in_python = file.startswith(_PYTHON) and "site-packages" not in file
     return not in_python and not is_project_file(file) and not file.startswith(("<", *_find_library_folders()))
 
@@ -265,9 +251,8 @@ def _find_library_folders() -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def shorten_file_path(file: str) -> str:
-    """Return the path ``file`` relative to ``site-packages`` or to the working directory; unchanged if it is in
-    neither.
-    """
+    """Return the path ``file`` relative to ``site-packages`` or to the working directory; unchanged if it is outside of
+    both."""
     if "site-packages/" in file:
         return file.rsplit("site-packages/", 1)[1]
     path = Path(file)
@@ -276,7 +261,7 @@ def shorten_file_path(file: str) -> str:
 
 @lru_cache(maxsize=65536)
 def find_user_line(stack_trace: str | None) -> str:
-    """Return ``file:line`` of the innermost frame in ``stack_trace``, the text of a traceback, that belongs to the
-    user's code; ``""`` if none does."""
+    """Return ``file:line`` of the innermost frame of the user's code in ``stack_trace``, the text of a traceback; an
+    empty string if there is none."""
     frames = [f for f in FRAME.findall(stack_trace or "") if is_user_file(f[0])]
     return f"{shorten_file_path(frames[-1][0])}:{frames[-1][1]}" if frames else ""

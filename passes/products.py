@@ -1,4 +1,4 @@
-"""Names of product operators, which are matrix products, convolutions and attention.
+"""Names of product operators: matrix products, convolutions and attention.
 
 A product does more than a few operations per element of its operands, so it dominates the cost of a graph.
 """

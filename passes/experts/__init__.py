@@ -1,3 +1,2 @@
-"""Rewrite mixtures of experts as matrix products grouped by expert, and distribute experts over expert-parallel
-ranks.
-"""
+"""Rewrite mixtures of experts as matrix products grouped by expert, and distribute the experts over expert-parallel
+ranks."""

@@ -1,12 +1,12 @@
-"""Distribute experts over the ranks of a mesh axis: rows are sent to the ranks of their experts and back.
+"""Distribute experts over the ranks of a mesh axis: rows (tokens) are sent to the ranks of their experts and back.
 
 Requires: a local block (the graph of one rank after the last :func:`partitioner.passes.shard.shard_block.shard_block`)
 and its expert regions, the parts that compute by expert (``passes/experts/regions.py``). Provides: the block in which
 each rank has ``1 / size`` of the experts' states, and rows are sent before a region and returned after it. The ranks
-along the axis must have different rows; rows that two ranks both have would be computed twice.
+along the axis must have different rows; a row that two ranks have would be computed twice.
 
-In the routed form, where each row has one expert, any number of rows may arrive at a rank, from none to all. No row is
-dropped or padded, so no operator of the region may have a fixed number of rows in its arguments. In the dense form
+In the routed form, each row has one expert, and a rank may receive any number of rows, from none to all. No row is
+dropped or padded, so no operator of the region may have a fixed number of rows in its arguments. In the dense form,
 every expert works on the rows of all ranks, so that an all-to-all of equal parts suffices.
 """
 
@@ -43,9 +43,9 @@ def distribute_experts(
     merged: str | None = None,
     expert_axes: Collection[str] = (),
 ) -> tuple[Block, dict[str, Layout]]:
-    """Return two values. The first is a copy of ``block`` (the graph of a piece of the model on one rank) in which each
-    rank of a mesh axis has only some of the experts. The second is a dict: name of a parameter of the experts -> the
-    layout that shards it by expert.
+    """Return two values: a copy of ``block`` (the graph of a piece of the model on one rank) in which each rank of a
+    mesh axis has only some of the experts; and a dict: name of a parameter of the experts -> the layout that shards it
+    by expert.
 
     Before each part that computes by expert, rows (tokens) are sent to the ranks of their experts. After it, they are
     sent back. Raise :class:`UnsupportedError` if the number of experts is not divisible by ``size``, or if an operator
@@ -56,9 +56,9 @@ def distribute_experts(
         axis: name of the mesh axis over whose ranks the experts are distributed.
         size: number of ranks of this axis.
         merged: name of a mesh axis, such as ``tp``, whose ranks hold the same experts in ``block`` and different
-            experts afterwards, so that gradients of the experts are no longer summed over it; ``None`` if there is
-            none.
-        expert_axes: names of all mesh axes, such as ``dp``, along which ranks hold different experts afterwards,
+            experts in the result, so that gradients of the experts are no longer summed over this axis; ``None`` if
+            there is none.
+        expert_axes: names of all mesh axes, such as ``dp``, along which ranks hold different experts in the result,
             ``merged`` included; no operator of the experts may communicate over them.
     """
     rewriter = _ExpertDistributor(axis, size, merged, expert_axes)
@@ -77,11 +77,10 @@ class _ExpertDistributor:
 
     ``axis``, ``size``: the mesh axis and its number of ranks. ``expert_axes``: mesh axes along which ranks have
     different experts, so that experts must not communicate over them. ``merged``: the one of these axes over which the
-    block was sharded before, or ``None``. ``tables``: nodes that are computed only from the experts' parameters, each
-    with the dim that indexes experts. ``env`` maps nodes outside of the expert regions (the parts that compute by
-    expert) to their copies, ``inside`` maps nodes within them. ``routes``: for each node with the expert numbers of
-    rows (tokens), three nodes: the order of the rows by expert, the counts of rows per rank, and the experts of the
-    received rows.
+    block was sharded before, or ``None``. ``tables``: node that is computed only from the experts' parameters -> its
+    dim of experts. ``env``: node outside of the expert regions (the parts that compute by expert) -> its copy.
+    ``inside``: node in an expert region -> its copy. ``routes``: node with the expert numbers of rows (tokens) -> three
+    nodes: the order of the rows by expert, the counts of rows per rank, and the experts of the received rows.
     """
 
     def __init__(self, axis: str, size: int, merged: str | None, expert_axes: Collection[str]) -> None:
@@ -96,8 +95,7 @@ class _ExpertDistributor:
 
     def add_region(self, region: ExpertRegion) -> None:
         """Record ``region``, a part of the graph that computes by expert, so that its experts are distributed over the
-        ranks. Raise :class:`UnsupportedError` if its experts cannot be divided evenly.
-        """
+        ranks. Raise :class:`UnsupportedError` if the ranks cannot have equal numbers of experts."""
         if region.num_experts % self.size:
             where = region.products[0].meta.get("path") or region.products[0].name
             raise UnsupportedError(
@@ -109,9 +107,8 @@ class _ExpertDistributor:
 
     def copy_node(self, node: fx.Node) -> None:
         """Copy ``node`` to the graph in which each rank has only some of the experts. A parameter of the experts is
-        sharded by expert. An operator that computes by expert reads rows (tokens) that were sent to the rank of their
-        expert, and its results are sent back. Any other node is copied unchanged.
-        """
+        sharded by expert. An operator that computes by expert reads the rows (tokens) that were sent to this rank, and
+        the results are sent back. Any other node is copied unchanged."""
         if node in self.tables:
             self._shard_table_node(node, self.tables[node])
         elif node in self.region_of:
@@ -120,10 +117,8 @@ class _ExpertDistributor:
             self.env[node] = self.graph.node_copy(node, self.env.__getitem__)
 
     def _shard_table_node(self, node: fx.Node, dim: int) -> None:
-        """Copy ``node``, which is computed only from the experts' parameters, to the new graph, where its result has
-        only the experts of one rank.
-
-        Raises :class:`UnsupportedError` if the operator cannot be sharded by expert.
+        """Copy ``node``, which is computed only from the experts' parameters, to the new graph, with only the experts
+        of one rank. Raise :class:`UnsupportedError` if the operator cannot be sharded by expert.
 
         Args:
             dim: the dim of the node's result that indexes experts.
@@ -155,10 +150,9 @@ class _ExpertDistributor:
 
     def _copy_region_node(self, node: fx.Node, region: ExpertRegion) -> None:
         """Copy ``node``, an operator in ``region`` (a part of the graph that computes by expert), to the new graph,
-        where it works on the rows (tokens) that were sent to this rank. If it is read outside of the region, append the
-        collective that sends its rows back. Raise :class:`UnsupportedError` if it cannot work on another number of
-        rows.
-        """
+        where it works on the rows (tokens) that were sent to this rank. If operators outside of the region read
+        ``node``, append the collective that sends its rows back. Raise :class:`UnsupportedError` if ``node`` only works
+        on a fixed number of rows."""
         self._check_expert_axes(node)
         operands = [self._find_region_operand(o, region) for o in operands_of(node)]
         args, kwargs = replace_operands(node, operands)
@@ -174,11 +168,11 @@ class _ExpertDistributor:
             self.env[node] = self._return_from_experts(made, node, region)
 
     def _find_region_operand(self, node: fx.Node, region: ExpertRegion) -> fx.Node:
-        """Return the node that the new graph reads in place of ``node``, an operand of an operator in ``region`` (a
-        part of the graph that computes by expert).
+        """Return the node of the new graph that replaces ``node``, an operand of an operator in ``region`` (a part of
+        the graph that computes by expert).
 
-        If ``node`` is in the region, the result is its copy. If it has rows (tokens) from outside, the result has the
-        rows that were sent to this rank. Anything else, such as a parameter, is replaced by its copy.
+        If ``node`` has rows (tokens) from outside of the region, the result has the rows that were sent to this rank.
+        Otherwise, it is the copy of ``node``.
         """
         if node in region.nodes:
             return self.inside[node]
@@ -197,7 +191,7 @@ class _ExpertDistributor:
         received row.
 
         The operator that computes the three is appended at the first call for a node of expert numbers
-        (``region.keys``); later calls return the same nodes. ``like``: a node whose metadata is copied.
+        (``region.keys``); later calls return the same nodes. ``like``: the node whose metadata the new nodes get.
         """
         assert region.keys is not None
         if region.keys not in self.routes:
@@ -211,8 +205,8 @@ class _ExpertDistributor:
         return insert_operator_node(self.graph, operator.getitem, (source, index), like=source)
 
     def _send_to_experts(self, local: fx.Node, node: fx.Node, region: ExpertRegion) -> fx.Node:
-        """Append the collective that sends the rows (tokens) of ``local`` to the ranks of their experts, and return its
-        node.
+        """Append the collective that sends the rows (tokens) of ``local`` to the ranks of their experts, and return the
+        new node.
 
         ``local``: the node of the new graph with the rows of this rank. ``node``: the original node, whose metadata is
         copied. ``region``: the part of the graph that reads the rows.
@@ -223,7 +217,7 @@ class _ExpertDistributor:
 
     def _return_from_experts(self, local: fx.Node, node: fx.Node, region: ExpertRegion) -> fx.Node:
         """Append the collective that sends the rows (tokens) of ``local`` back to the ranks that they came from, and
-        return its node.
+        return the new node.
 
         ``local``: the node of the new graph with the results for the received rows. ``node``: the original node, whose
         metadata is copied. ``region``: the part of the graph that computed the rows.
@@ -233,9 +227,10 @@ class _ExpertDistributor:
         return self._append_collective("combine", node, local, *self._route_rows(region, region.keys))
 
     def _append_collective(self, name: str, like: fx.Node, *args: Any) -> fx.Node:
-        """Append the collective operator ``name`` over the experts' mesh axis and return its node.
+        """Append the collective operator ``name`` over the experts' mesh axis, and return the new node.
 
-        ``like``: a node whose metadata is copied. ``args``: the operator's arguments before the axis and its size.
+        ``like``: the node whose metadata the new node gets. ``args``: the operator's arguments before the axis and its
+        size.
         """
         made = insert_operator_node(self.graph, getattr(ops, name).default, (*args, self.axis, self.size), like=like)
         if name == "route":
@@ -243,9 +238,8 @@ class _ExpertDistributor:
         return made
 
     def _check_expert_axes(self, node: fx.Node) -> None:
-        """Raise :class:`UnsupportedError` if ``node`` communicates over a mesh axis whose ranks will have different
-        experts.
-        """
+        """Raise :class:`UnsupportedError` if ``node`` communicates over a mesh axis along which ranks will have
+        different experts."""
         if is_collective_over(node, self.apart):
             raise UnsupportedError(
                 f"{_format_location(node)} is part of the experts and communicates between ranks that will have "
@@ -256,11 +250,11 @@ class _ExpertDistributor:
     def _check_rows(
         self, node: fx.Node, region: ExpertRegion, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Raise :class:`UnsupportedError` if ``node`` works only on a fixed number of rows (tokens), because of its
-        arguments or otherwise. The number of rows that a rank receives depends on the data.
+        """Raise :class:`UnsupportedError` if ``node`` only works on a fixed number of rows (tokens), for example
+        because of its arguments. The number of rows that a rank receives depends on data.
 
-        To find out, the operator is executed on meta tensors with more rows. ``args``, ``kwargs``: its arguments in the
-        new graph. ``region``: the part of the graph that contains it.
+        The operator is executed on meta tensors with more rows to find out. ``args``, ``kwargs``: the arguments in the
+        new graph. ``region``: the part of the graph that contains ``node``.
         """
         rows = {self.inside[n] for n in region.nodes if n in self.inside} | set(self.sent.values())
         rows.add(self._route_rows(region, node)[2])
@@ -291,9 +285,9 @@ class _ExpertDistributor:
 
 
 def _compute_local_sizes(node: fx.Node, region: ExpertRegion, size: int) -> list[int]:
-    """Return the shape argument that ``node``, a reshape or expand among the experts' operators, gets on one rank. The
-    dim of experts is divided by ``size``. The dim of rows (tokens) is multiplied by ``size`` if every expert computes
-    all rows; if each row has one expert, it is -1, to be inferred.
+    """Return the shape argument for one rank of ``node``, a reshape or expand in a part of the graph that computes by
+    expert. The dim of experts is divided by ``size``. The dim of rows (tokens) is multiplied by ``size`` if every
+    expert computes all rows; if each row has one expert, the dim of rows is -1 (inferred).
 
     Args:
         region: the part of the graph that computes by expert and contains ``node``.

@@ -3,14 +3,14 @@
 Requires and keeps meta tensors (``node.meta["val"]``) on every node, and normal form (products without bias, sums of
 two operands). ``passes/experts/loops.py`` uses these classes to rewrite a loop.
 
-:func:`find_loops` finds the ends of loops: sums and ``where`` chains that combine one part for each expert. The part of
-an expert is zero, or not selected, in all rows except the expert's own.
+:func:`find_loops` finds the ends of loops: sums and ``where`` chains that combine one output for each expert. The
+output of an expert is zero, or not selected, in all rows (tokens) except the expert's own.
 
-Each other class is the merged form of nodes that correspond to each other in the iterations of all experts.
-``ExpertColumn`` and ``ExpertMask`` stand for values of one expert that need no parameter of it, such as ``shares[:,
-i]`` and ``(chosen == i)``. Operators on them are computed once, with the experts as an additional last dim, from which
-each row reads its own expert's entry. ``ExpertParameter`` and ``PackedParameter`` stand for parameters: one tensor for
-each expert, or one tensor that holds all experts.
+The classes are merged forms of nodes that correspond to each other in the iterations of all experts. ``ExpertColumn``
+and ``ExpertMask`` stand for values of one expert that need no parameter of it, such as ``shares[:, i]`` and ``(chosen
+== i)``. Such values are computed once for all experts, with an additional last dim of experts, from which each row
+reads its own expert's entry. ``ExpertParameter`` and ``PackedParameter`` stand for parameters: one tensor for each
+expert, or one tensor that holds all experts.
 """
 
 from __future__ import annotations
@@ -42,20 +42,21 @@ SCALED = (aten.mul.Tensor, aten.div.Tensor)
 LINEAR = {  # operators that are linear in their first operand
     *RESHAPES, *SCALED, aten.permute.default, aten.transpose.int, aten.sum.dim_IntList, aten.to.dtype,
 }  # fmt: skip
-_MIN_EXPERTS = 2  # fewest experts of a loop
+_MIN_EXPERTS = 2  # minimum number of experts of a loop
 
 
 @dataclass(frozen=True)
 class ExpertLoop:
-    """A loop over the experts of a mixture, as it is found in a graph. Each expert computes all rows (tokens). A sum or
-    several ``mask_shape`` operators then combine the experts' outputs, so that each output counts only in the rows that
-    chose its expert. ``chain``: the nodes of the sum or of the ``mask_shape`` operators.
+    """A loop over the experts of a mixture in a graph. Each expert computes all rows (tokens). A sum, or a chain of
+    ``where`` operators, then combines the experts' outputs, so that each output counts only in the rows that chose its
+    expert.
 
     ``outputs[i]`` is the output of expert ``first + i``. The expert's rows are those where ``chosen``, the tensor with
     the expert numbers that rows chose, equals ``first + i``. Dim ``j`` of the experts' masks is dim ``dims[j]`` of
-    ``chosen``.
-    ``others``: operands of the chain that are no expert's output. ``adds``: whether the chain is a sum. ``mask_shape``:
-    the shape of the masks by which ``mask_shape`` operators select; empty for a sum."""
+    ``chosen``. ``chain``: the nodes of the sum or of the ``where`` operators. ``others``: operands of the chain that
+    are not an expert's output. ``adds``: whether the chain is a sum. ``mask_shape``: the shape of the masks of the
+    ``where`` operators; empty for a sum.
+    """
 
     outputs: tuple[fx.Node, ...]
     chosen: fx.Node
@@ -64,16 +65,16 @@ class ExpertLoop:
     others: tuple[fx.Node, ...]
     chain: frozenset[fx.Node]
     adds: bool
-    mask_shape: tuple[int, ...] = ()  # shape of the masks that select; empty for a sum
+    mask_shape: tuple[int, ...] = ()  # empty for a sum
 
 
 def find_loops(head: fx.Node, numbers: ValueNumbers) -> Iterator[ExpertLoop]:
-    """Yield the loops over experts of a mixture whose last addition or ``where`` is the node ``head``; nothing for
-    other nodes. Such a loop computes each expert on all rows (tokens), and combines the experts' outputs by a sum or by
+    """Yield the loops over experts of a mixture whose last addition or ``where`` is the node ``head``; nothing if there
+    are none. Such a loop computes each expert on all rows (tokens), and combines the experts' outputs by a sum or by
     ``where``.
 
     Args:
-        numbers: assigns equal numbers to nodes that compute the same value.
+        numbers: assigns equal integers to nodes that compute the same value.
     """
     if is_plain_sum(head) and not is_inner_sum(head):
         yield from _find_sum_loops(head, numbers)
@@ -82,11 +83,11 @@ def find_loops(head: fx.Node, numbers: ValueNumbers) -> Iterator[ExpertLoop]:
 
 
 def _find_sum_loops(head: fx.Node, numbers: ValueNumbers) -> Iterator[ExpertLoop]:
-    """Yield the loops over experts of a mixture whose outputs the sum ``head`` adds up. The output of an expert is zero
-    in all rows (tokens) except those that chose this expert.
+    """Yield the loops over experts of a mixture whose outputs are addends of the sum ``head``. The output of an expert
+    is zero in all rows (tokens) except those that chose this expert.
 
     Args:
-        numbers: assigns equal numbers to nodes that compute the same value.
+        numbers: assigns equal integers to nodes that compute the same value.
     """
     addends, chain = list_addends(head)
     found = {n: choice for n in addends if addends.count(n) == 1 and (choice := _find_nonzero_rows(n)) is not None}
@@ -94,10 +95,9 @@ def _find_sum_loops(head: fx.Node, numbers: ValueNumbers) -> Iterator[ExpertLoop
 
 
 def _find_nonzero_rows(addend: fx.Node) -> RoutingChoice | None:
-    """Return which rows (tokens) of ``addend``, the output of one expert in a sum over experts, may be non-zero: those
-    where a tensor of chosen expert numbers equals one number. The result names the tensor and the number. Return
-    ``None`` if the addend was not masked in this way.
-    """
+    """Return the rows (tokens) in which ``addend``, the output of one expert in a sum over experts, may be non-zero, as
+    a tensor of chosen expert numbers and the number that it equals in these rows. Return ``None`` if the addend was not
+    masked in this way."""
     node: Any = addend
     while isinstance(node, fx.Node) and node.target in LINEAR and len(node.users) == 1:
         node = node.args[0]
@@ -108,13 +108,13 @@ def _find_nonzero_rows(addend: fx.Node) -> RoutingChoice | None:
 
 
 def _find_choice_loops(head: fx.Node, numbers: ValueNumbers) -> Iterator[ExpertLoop]:
-    """Yield the loops over experts whose outputs a chain of ``where`` operators that ends in ``head`` combines.
+    """Yield the loops over experts whose outputs are combined by a chain of ``where`` operators that ends in ``head``.
 
-    Each ``where`` selects one expert's output in the rows (tokens) that chose this expert; in other rows it selects the
-    result of the ``where`` before it.
+    Each ``where`` selects one expert's output in the rows (tokens) that chose this expert, and the result of the
+    previous ``where`` in other rows.
 
     Args:
-        numbers: assigns equal numbers to nodes that compute the same value.
+        numbers: assigns equal integers to nodes that compute the same value.
     """
     found: dict[fx.Node, RoutingChoice] = {}
     chain: set[fx.Node] = set()
@@ -137,9 +137,8 @@ def _find_choice_loops(head: fx.Node, numbers: ValueNumbers) -> Iterator[ExpertL
 
 
 def _find_condition_shape(node: fx.Node) -> tuple[int, ...]:
-    """Return the shape of the condition of ``node``, a ``where``, before the condition is expanded to the result's
-    shape. Dims of size 1 are added in front up to the rank of the result.
-    """
+    """Return the shape of the condition of ``node``, a ``where``, before it is expanded to the result's shape. Leading
+    dims of size 1 are added up to the number of dims of the result."""
     condition: Any = node.args[0]
     while condition.target is aten.expand.default:
         condition = condition.args[0]
@@ -159,8 +158,8 @@ def _group_into_loops(
     *,
     adds: bool,
 ) -> Iterator[ExpertLoop]:
-    """Group the outputs of experts into loops, and yield the loops. The row masks of a loop's experts test one tensor
-    of chosen expert numbers, and the numbers for which they test it are consecutive.
+    """Group the outputs of experts into loops, and yield the loops. The experts of a loop are masked by the same tensor
+    of chosen expert numbers, and their numbers are consecutive.
 
     Args:
         found: the output of each expert -> the tensor and the number by which the expert's rows (tokens) are masked.
@@ -186,10 +185,9 @@ def _group_into_loops(
 
 
 def _find_mask_choice(node: Any) -> tuple[RoutingChoice | None, bool]:
-    """Return two values for ``node``, a boolean mask that tests an integer tensor for a number, such as ``chosen ==
-    3``: the tensor and the number (``None`` if ``node`` is no such mask), and whether the mask is negated. Reshapes of
-    the mask are skipped.
-    """
+    """Return two values for the boolean mask ``node``: the integer tensor and the number that the mask compares, as in
+    ``chosen == 3`` (``None`` if it is not such a mask), and whether the mask is negated. Reshapes of the mask are
+    skipped."""
     negated = False
     while isinstance(node, fx.Node):
         choice = match_equality(node)
@@ -204,9 +202,8 @@ def _find_mask_choice(node: Any) -> tuple[RoutingChoice | None, bool]:
 
 
 def is_negated_mask(node: Any) -> bool:
-    """Return whether the mask ``node`` is the negation of another mask: the result of a ``logical_not``, perhaps
-    reshaped.
-    """
+    """Return whether the mask ``node`` is the negation of another mask: the result of a ``logical_not``, possibly
+    reshaped."""
     while isinstance(node, fx.Node) and node.target in RESHAPES:
         node = node.args[0]
     return isinstance(node, fx.Node) and node.target is aten.logical_not.default
@@ -219,24 +216,24 @@ _REDUCTIONS = (aten.sum.dim_IntList, aten.any.dim)
 
 @dataclass(frozen=True)
 class ExpertColumn:
-    """One value of each expert in a loop, such as the expert's column of the router's weights, stored together in
-    ``node`` with the experts as its last dim."""
+    """One value of each expert in a loop, such as the expert's column of the router's weights. ``node`` has the values
+    of all experts, with the experts as its last dim."""
 
     node: fx.Node
 
 
 class ExpertColumnBuilder:
-    """Appends operators to a graph, each of which computes one value for all experts of a loop at once (an
-    :class:`ExpertColumn`), in place of one operator for each expert. ``build``: appends operators to the graph.
-    ``loop``: the loop over experts. ``numbers``: assigns equal integers to nodes that compute the same value."""
+    """Appends operators to a graph that compute one value for all experts of a loop at once (an :class:`ExpertColumn`),
+    each in place of one operator per expert. ``build``: appends operators to the graph. ``loop``: the loop over
+    experts. ``numbers``: assigns equal integers to nodes that compute the same value."""
 
     def __init__(self, build: Builder, loop: ExpertLoop, numbers: ValueNumbers) -> None:
         self.build, self.loop, self.numbers = build, loop, numbers
 
     def match_slices(self, nodes: tuple[fx.Node, ...]) -> ExpertColumn | None:
-        """Return one value with all experts as last dim, if ``nodes`` (one for each expert of the loop, in order) are
-        the slices of one tensor at the experts' numbers, such as ``shares[:, i]``; ``None`` for other nodes.
-        """
+        """If ``nodes`` (one for each expert of the loop, in order) are the slices of one tensor at the experts'
+        numbers, such as ``shares[:, i]``, return this tensor as a value with the experts as last dim. Return ``None``
+        for other nodes."""
         first, wanted = nodes[0], range(self.loop.first, self.loop.first + len(nodes))
         if any(n.target is not aten.select.int or n.args[1] != first.args[1] for n in nodes):
             return None
@@ -252,10 +249,9 @@ class ExpertColumnBuilder:
         return ExpertColumn(whole)
 
     def append_row_masks(self) -> ExpertColumn:
-        """Return the row masks of all experts of the loop as one boolean value. It has the dims of the tensor with the
-        chosen expert numbers, followed by a dim of experts. An element is true where the chosen number is the number of
-        the expert.
-        """
+        """Append the row masks of all experts of the loop as one boolean value, and return it. It has the dims of the
+        tensor with the chosen expert numbers, followed by a dim of experts. An element is true where the chosen number
+        is that of the expert."""
         numbers = self.loop.chosen
         every = self.build(
             aten.arange.default, len(self.loop.outputs), dtype=get_node_tensor(numbers).dtype, device=META
@@ -266,11 +262,12 @@ class ExpertColumnBuilder:
         return ExpertColumn(self.build(aten.eq.Tensor, apart, every))
 
     def append_operator(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExpertColumn:
-        """Append one operator that does for all experts of a loop what ``node`` does for the first expert, and return
-        its result, with the experts as last dim.
+        """Append one operator that computes for all experts of a loop what ``node`` computes for the first expert, and
+        return its result, with the experts as last dim.
 
         Raises :class:`NotMergeable` unless the operator is elementwise, a ``reshape``, ``expand``, ``squeeze`` or
-        ``unsqueeze``, or a ``sum`` or ``any`` over given dims. Others could mix the values of different experts.
+        ``unsqueeze``, or a ``sum`` or ``any`` over given dims. Other operators could mix the values of different
+        experts.
 
         Args:
             node: the operator of the loop's first expert.
@@ -297,9 +294,9 @@ class ExpertColumnBuilder:
         return ExpertColumn(self.build(node.target, *operands, **kwargs))
 
     def gather_own_entries(self, column: ExpertColumn, keys: fx.Node, dim: int) -> fx.Node:
-        """Return the node that has, for each row, the entry of the row's own expert in ``column``, a value with the
-        experts as last dim. Raises :class:`NotMergeable` if ``column`` has a dim larger than 1 besides ``dim`` and the
-        last one.
+        """Append operators that take, for each row, the entry of the row's own expert from ``column``, a value with the
+        experts as last dim. Return the node of the result. Raises :class:`NotMergeable` if ``column`` has a dim larger
+        than 1 besides ``dim`` and the last one.
 
         Args:
             keys: the node with the expert number of each row.
@@ -315,7 +312,7 @@ class ExpertColumnBuilder:
     def _append_expert_dim(self, argument: Any) -> Any:
         """Return ``argument``, an argument of an operator, in a form that broadcasts with values that have the experts
         as last dim. An :class:`ExpertColumn` becomes its node; any other node with dims gets a last dim of size 1;
-        everything else stays as it is."""
+        everything else is returned unchanged."""
         if isinstance(argument, ExpertColumn):
             return argument.node
         if isinstance(argument, fx.Node) and get_node_tensor(argument).dim():
@@ -325,12 +322,12 @@ class ExpertColumnBuilder:
 
 @dataclass(frozen=True)
 class ExpertMask:
-    """The row masks of all experts in a loop over experts, described as one. The mask of an expert is true in the rows
-    (tokens) that chose this expert, or in all other rows if ``negated``.
+    """The row masks of all experts in a loop over experts. The mask of an expert is true in the rows (tokens) that
+    chose this expert; if ``negated``, it is true in all other rows.
 
     ``dim``: the dim of the mask that indexes rows; ``None`` if several dims together do, such as batch and position.
-    ``plain``: whether the mask has the dims, in order, of the tensor of chosen expert numbers that it was computed
-    from.
+    ``plain``: whether the mask has the same dims, in the same order, as the tensor of chosen expert numbers from which
+    it was computed.
     """
 
     dim: int | None
@@ -340,10 +337,9 @@ class ExpertMask:
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """The node ``node``, which replaces the corresponding nodes of all experts in a loop over experts. Its value has
-    each row, along the dim ``dim``, computed by the expert that the row chose. ``zeroed``: whether each expert's own
-    value was zero in the rows (tokens) of other experts.
-    """
+    """A value that replaces the corresponding values of all experts in a loop over experts: each row (token) of
+    ``node`` is computed by the expert that the row chose. ``dim``: the dim that indexes rows. ``zeroed``: whether each
+    expert's own value was zero in the rows of other experts."""
 
     node: fx.Node
     dim: int
@@ -352,10 +348,9 @@ class ExpertRows:
 
 @dataclass(frozen=True)
 class MultiResultRows:
-    """The operator ``node`` with several results, which replaces the corresponding operators of all experts in a loop.
-    In each result every row is computed by the expert that the row chose. ``dims[k]``: the index of the dim that
-    indexes rows (tokens) in result ``k``.
-    """
+    """An operator with several results, ``node``, that replaces the corresponding operators of all experts in a loop.
+    In each result, every row (token) is computed by the expert that the row chose. ``dims[k]``: the dim that indexes
+    rows in result ``k``."""
 
     node: fx.Node
     dims: tuple[int, ...]
@@ -363,19 +358,16 @@ class MultiResultRows:
 
 @dataclass(frozen=True)
 class ExpertSum:
-    """The node ``node`` that replaces the sum of the outputs of all experts in a loop. In each row (token), at most one
-    of these outputs is non-zero: that of the expert that the row chose.
-    """
+    """A value, ``node``, that replaces the sum of the outputs of all experts in a loop. In each row (token), at most
+    one of these outputs is non-zero: that of the expert that the row chose."""
 
     node: fx.Node
 
 
 @dataclass(frozen=True)
 class PlacedRows:
-    """A node of a loop over experts, ``node``. Each row of its value is computed by the expert that the row chose; a
-    reshape has then split the row dim into several dims. ``where``: the shape of the value, with the size 1 in every
-    dim except those of the rows (tokens).
-    """
+    """A value, ``node``, in which each row (token) is computed by the expert that it chose, and a reshape has split the
+    dim of rows into several dims. ``where``: the shape of the value, with size 1 in every dim except those of rows."""
 
     node: fx.Node
     where: tuple[int, ...]
@@ -384,17 +376,15 @@ class PlacedRows:
 @dataclass(frozen=True)
 class ExpertParameter:
     """The corresponding parameters of all experts in a loop over experts, which the model stores separately. ``nodes``:
-    their placeholders, one for each expert, in order.
-    """
+    the placeholder of each expert's parameter, in order."""
 
     nodes: tuple[fx.Node, ...]
 
 
 @dataclass(frozen=True)
 class PackedParameter:
-    """The corresponding parameters of all experts in a loop over experts, stored in one tensor: the result of ``node``,
-    with the experts as dim 0.
-    """
+    """The corresponding parameters of all experts in a loop over experts in one tensor, the result of ``node``, with
+    the experts as dim 0."""
 
     node: fx.Node
 
@@ -415,8 +405,8 @@ class LoopWeights:
     """Merges the parameters that the experts of a loop read, and appends operators on the merged parameters to the
     graph.
 
-    ``read``: whether an operator was appended that reads a merged parameter. ``packing``: stacks the separate
-    parameters of several experts into one. ``build``: appends operators. ``loop``: the loop over experts.
+    ``read``: whether a merged parameter was read. ``packing``: stacks the separate parameters of several experts into
+    one. ``build``: appends operators. ``loop``: the loop over experts.
     """
 
     def __init__(self, packing: ParameterStacker, build: Builder, loop: ExpertLoop) -> None:
@@ -424,10 +414,8 @@ class LoopWeights:
         self.read = False  # whether an operator reads a merged parameter
 
     def match_packed(self, nodes: tuple[fx.Node, ...]) -> PackedParameter | None:
-        """Return ``nodes`` as one packed parameter if they are slices of one parameter, one for each expert in order.
-
-        Return ``None`` for other nodes.
-        """
+        """If ``nodes`` are slices of one parameter, one for each expert in order, return this packed parameter. Return
+        ``None`` for other nodes."""
         source: Any = nodes[0].args[0] if nodes[0].target is aten.select.int else None
         captured, first = self.packing.captured, self.loop.first
         if source is None or captured.placeholders.get(source.name) not in captured.states:
@@ -439,16 +427,17 @@ class LoopWeights:
         return PackedParameter(self.build(aten.slice.Tensor, source, 0, first, first + len(nodes)))
 
     def stack_parameters(self, stack: ExpertParameter | PackedParameter) -> fx.Node:
-        """Return one node that has the parameters ``stack`` of all experts in a loop, with the experts as dim 0."""
+        """Return a node with the parameters ``stack`` of all experts in a loop, with the experts as dim 0."""
         self.read = True
         return stack.node if isinstance(stack, PackedParameter) else self.packing.pack_parameters(stack.nodes)
 
     def apply_to_all(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedParameter:
-        """Apply the transpose, permutation or cast of ``node``, which reads the parameter of one expert, to the
-        parameters of all experts at once, and return the result.
+        """Append the transpose, permutation or cast ``node`` of one expert's parameter for the parameters of all
+        experts at once, and return the result.
 
-        Raises :class:`NotMergeable` for another operator. ``args``, ``kwargs``: the operator's arguments; the first is
-        the parameters of all experts."""
+        Raises :class:`NotMergeable` for another operator. ``args``, ``kwargs``: the operator's arguments, of which the
+        first has the parameters of all experts.
+        """
         whole, rank, rest = self.stack_parameters(args[0]), len(list_node_sizes(node)), list(args[1:])
         if node.target is aten.t.default and rank == len(rest) + 2:
             return PackedParameter(self.build(aten.transpose.int, whole, 1, 2))
@@ -463,8 +452,8 @@ class LoopWeights:
     def gather_for_rows(
         self, node: fx.Node, stack: ExpertParameter | PackedParameter, rows: ExpertRows, expert: Callable[[], fx.Node]
     ) -> fx.Node:
-        """Return a node with the parameter of each row's own expert, to be read by the pointwise operator ``node``. Its
-        dim 0 indexes rows (tokens), and its further dims broadcast with the other operand.
+        """Return a node with the parameter of each row's own expert, as an operand of the pointwise operator ``node``.
+        Its dim 0 indexes rows (tokens), and its further dims broadcast with the other operand.
 
         Raises :class:`NotMergeable` if ``node`` is not pointwise, or if one expert's parameter, broadcast to the other
         operand, varies along the dim of rows or a dim before it.

@@ -1,10 +1,10 @@
-"""Rewrite loops over experts that pick each expert's rows as products by expert.
+"""Rewrite loops over experts to products of each row (token) with its own expert's matrix.
 
-In the captured graph of such a loop, every expert computes all rows, and all rows but the expert's own are left out of
-the sum (``passes/select/masked_rows.py``). If an expert's own rows are those whose chosen number is the expert's, no
-row belongs to two experts. One pass over all experts at once then computes each row with its own expert. Matrix
-products become ``partition::expert_mm`` (each row times its expert's matrix), other parameters are looked up by expert,
-and the masks that left rows out are removed.
+In the captured graph of such a loop, every expert computes all rows, and only its own rows are added to the sum
+(``passes/select/masked_rows.py``). If an expert's own rows are those whose chosen number is the expert's, no row
+belongs to two experts. A single pass can then compute each row with its own expert. Matrix products become
+``partition::expert_mm`` (each row times its expert's matrix), other parameters are looked up by expert, and the masks
+are removed.
 
 Requires and keeps meta tensors (``node.meta["val"]``) on every node. Requires normal form: products without bias, sums
 of two operands.
@@ -70,7 +70,7 @@ def route_loops(captured: Captured) -> Captured:
     """Return ``captured`` with its loops over the experts of a mixture rewritten: products of all rows (tokens) with
     every expert's matrix become products of each row with the matrix of its own expert.
 
-    The graph is changed in place. ``captured`` itself is returned if no loop fits the patterns.
+    The graph is changed in place. ``captured`` itself is returned if no loop matches.
     """
     graph = captured.graph
     # rows are left out by masked_fill; without one there is no loop to rewrite
@@ -94,9 +94,9 @@ def route_loops(captured: Captured) -> Captured:
 class _LoopMerger:
     """Merges the corresponding nodes of all experts in one loop into operators that compute all experts at once.
 
-    ``head``: the last operator of the loop. ``known``: tuple of corresponding nodes, one of each expert -> the value
-    that replaces them; a node that all experts share is not replaced. ``captured``: the model. ``numbers``: assigns
-    equal integers to nodes that compute the same value.
+    ``head``: the last operator of the loop. ``known``: tuple of corresponding nodes, one of each expert -> the merged
+    value; for a node that all experts share, the node itself. ``captured``: the model. ``numbers``: assigns equal
+    integers to nodes that compute the same value.
     """
 
     def __init__(self, captured: Captured, head: fx.Node, loop: ExpertLoop, numbers: ValueNumbers) -> None:
@@ -113,11 +113,10 @@ class _LoopMerger:
         self.covers = loop.first == 0 and covers == len(loop.outputs)  # whether every row has an expert of this loop
 
     def merge_loop(self) -> bool:
-        """Rewrite this object's loop over experts so that one operator computes the rows (tokens) of all experts, and
-        return ``True``. Return ``False``, with an unchanged graph, if the experts do not compute the same operators
-        with their own parameters, if these operators cannot be merged, or if something outside of the loop reads their
-        intermediate values.
-        """
+        """Rewrite the loop so that one operator computes the rows (tokens) of all experts, and return ``True``. Leave
+        the graph unchanged and return ``False`` if the experts do not compute the same operators with their own
+        parameters, if these operators cannot be merged, or if something outside of the loop reads their intermediate
+        values."""
         graph = self.build.graph
         with graph.inserting_before(self.head):
             try:
@@ -133,12 +132,12 @@ class _LoopMerger:
         return apart
 
     def _build_loop_total(self, made: Any) -> fx.Node:
-        """Append the operators that combine ``made``, the outputs of all experts merged into one value, with those
-        operands of the loop's sum or ``where`` chain that are no expert's output.
+        """Append operators that combine ``made``, the merged outputs of all experts, with the other operands of the
+        loop's sum or ``where`` chain. Return the node that replaces the last operator of the loop.
 
-        Return the node that replaces the last operator of the loop. Raises :class:`NotMergeable` if ``made`` does not
-        fit. For a sum, it must be an :class:`ExpertSum`, or :class:`ExpertRows` whose experts had zeros in the rows
-        (tokens) of other experts. For a ``where`` chain, its rows must lie along the dims by which the chain selects.
+        Raises :class:`NotMergeable` if ``made`` does not fit. For a sum, it must be an :class:`ExpertSum`, or
+        :class:`ExpertRows` whose experts had zeros in the rows (tokens) of other experts. For a ``where`` chain, its
+        rows must lie along the dims by which the chain selects.
         """
         if self.loop.adds:
             if not isinstance(made, ExpertSum) and not (isinstance(made, ExpertRows) and made.zeroed):
@@ -166,9 +165,9 @@ class _LoopMerger:
         return self.weights.read and all(u in users for n in read for u in n.users)
 
     def merge_nodes(self, nodes: tuple[fx.Node, ...]) -> Any:
-        """Return one value that replaces ``nodes``, the corresponding nodes of all experts in the loop. It is a node
-        that all experts share, or an object for merged nodes. An example is :class:`ExpertRows`: a tensor in which each
-        row (token) is computed by its own expert.
+        """Return one value that replaces ``nodes``, the corresponding nodes of all experts in the loop: a node that all
+        experts share, or a merged value such as :class:`ExpertRows`, in which each row (token) is computed by its own
+        expert.
 
         Raises :class:`NotMergeable` if the nodes do not correspond. Nodes correspond if they apply the same operator to
         corresponding nodes and equal constants.
@@ -179,11 +178,12 @@ class _LoopMerger:
         return self.known[nodes]
 
     def _merge_nodes(self, nodes: tuple[fx.Node, ...]) -> Any:
-        """Return one object that replaces ``nodes``, which compute corresponding but different values of all experts in
-        the loop. An example is :class:`ExpertRows`: a tensor in which each row (token) is computed by its own expert.
+        """Return one merged value that replaces ``nodes``, which compute corresponding but different values of all
+        experts in the loop. An example is :class:`ExpertRows`, in which each row (token) is computed by its own expert.
 
-        Raises :class:`NotMergeable` if the nodes do not correspond, or if no merged form of their operator is known.
-        Nodes correspond if they apply the same operator to corresponding nodes and equal constants."""
+        Raises :class:`NotMergeable` if the nodes do not correspond (apply the same operator to corresponding nodes and
+        equal constants), or if their operator has no merged form.
+        """
         first = nodes[0]
         if first.op == "placeholder":
             self.packing.check_parameters(nodes)
@@ -238,8 +238,8 @@ class _LoopMerger:
         )
 
     def _merge_one_argument(self, given: Sequence[Any]) -> Any:
-        """Return one argument that replaces ``given``, the arguments of the corresponding operators of all experts at
-        one position: a merged value for nodes, the common value for constants.
+        """Return one argument that replaces ``given``, the arguments at the same position of the corresponding
+        operators of all experts: a merged value for nodes, the common value for constants.
 
         Raises :class:`NotMergeable` if constants differ, or if the nodes do not compute corresponding values.
         """
@@ -259,9 +259,9 @@ class _LoopMerger:
     # -- masks ------------------------------------------------------------------------------------------------------
 
     def _merge_choices(self, nodes: tuple[fx.Node, ...]) -> ExpertMask | None:
-        """Return one description of the row masks of all experts in the loop if ``nodes`` are these masks, in the order
-        of the experts; else ``None``. The mask of an expert is true in the rows (tokens) that chose it.
-        """
+        """If ``nodes`` are the row masks of all experts in the loop, in the order of the experts, return one
+        description of these masks; otherwise return ``None``. The mask of an expert is true in the rows (tokens) that
+        chose it."""
         loop, of = self.loop, self.numbers(self.loop.chosen)
         for number, node in enumerate(nodes, loop.first):
             choice = match_equality(node)
@@ -272,10 +272,8 @@ class _LoopMerger:
         )
 
     def _transform_mask(self, node: fx.Node, mask: ExpertMask) -> ExpertMask:
-        """Return the description of the row masks of all experts after the negation or reshape that ``node`` applies to
-        one of them. An expert's mask is true in the rows (tokens) that chose it. ``mask``: the description before the
-        operator. Raises :class:`NotMergeable` for another operator.
-        """
+        """Return the description ``mask`` of the row masks of all experts after ``node``, a negation or reshape of the
+        first expert's mask. Raises :class:`NotMergeable` for another operator."""
         if node.target is aten.logical_not.default:
             return ExpertMask(mask.dim, not mask.negated)
         sizes = list_node_sizes(node)
@@ -290,9 +288,9 @@ class _LoopMerger:
 
     def _fill_other_rows(self, node: fx.Node, value: Any, mask: ExpertMask) -> ExpertRows:
         """Replace the ``masked_fill`` operators of all experts, each of which keeps the rows (tokens) of one expert and
-        sets all other rows to a number. Return one value in place of their results: each row is taken from the result
-        of the row's own expert. Raises :class:`NotMergeable` unless each mask is true for the rows that did not choose
-        its expert, and lies along the rows of ``value``.
+        sets all other rows to a number. Return one merged value, in which each row is taken from its own expert's
+        result. Raises :class:`NotMergeable` unless each mask is true for the rows that did not choose its expert, and
+        lies along the rows of ``value``.
 
         ``node``: the operator of the first expert. ``value``, ``mask``: its first two operands, each merged over all
         experts.
@@ -317,18 +315,15 @@ class _LoopMerger:
         return ExpertRows(held, dim, zeroed=bool(number == 0))
 
     def _mask_expert_rows(self) -> fx.Node:
-        """Return a node with a boolean mask over rows (tokens), of shape ``[rows]``, which is true for the rows that
-        chose some expert of the loop.
-        """
+        """Return a node with a boolean mask ``[rows]``, which is true for the rows (tokens) that chose an expert of the
+        loop."""
         keys = self._find_chosen_expert_indices()
         above, below = self.build(aten.ge.Scalar, keys, 0), self.build(aten.lt.Scalar, keys, len(self.loop.outputs))
         return self.build(aten.logical_and.default, above, below)
 
     def _find_chosen_expert_indices(self) -> fx.Node:
-        """Return a node with the index, from 0, of each row's expert within the loop, of shape ``[rows]``.
-
-        It is out of range for a row (token) that chose none of the loop's experts.
-        """
+        """Return a node ``[rows]`` with the index, from 0, of each row's expert within the loop. The index is out of
+        range for a row (token) that chose none of the loop's experts."""
         loop, numbers = self.loop, self.loop.chosen
         if get_node_tensor(numbers).dtype not in (torch.int32, torch.int64):  # only these dtypes can be used as indices
             numbers = self.build(aten.to.dtype, numbers, torch.int64)
@@ -339,9 +334,8 @@ class _LoopMerger:
         return self.build(aten.sub.Tensor, numbers, loop.first) if loop.first else numbers
 
     def _find_row_experts(self) -> fx.Node:
-        """Return a node with the expert index of each row (token), of shape ``[rows]``; an arbitrary valid index for a
-        row without an expert.
-        """
+        """Return a node ``[rows]`` with the index of each row's expert within the loop, clamped to a valid index for a
+        row (token) that chose none of the loop's experts."""
         if self.keys is None:
             keys = self._find_chosen_expert_indices()
             self.keys = keys if self.covers else self.build(aten.clamp.default, keys, 0, len(self.loop.outputs) - 1)
@@ -350,12 +344,13 @@ class _LoopMerger:
     # -- rows -------------------------------------------------------------------------------------------------------
 
     def _merge_products(self, node: fx.Node, args: Sequence[Any]) -> ExpertRows:
-        """Append one operator that multiplies each row by the matrix of its own expert, and return the rows (tokens).
-        It replaces the matrix products of all experts. ``node``: the product of the first expert. ``args``: its
-        operands, each merged over all experts.
+        """Append one operator that multiplies each row (token) by the matrix of its own expert, in place of the matrix
+        products of all experts. Return the result. ``node``: the product of the first expert. ``args``: its operands,
+        each merged over all experts.
 
         Raises :class:`NotMergeable` unless the operands are rows, each computed by its own expert, and one matrix for
-        each expert, and the rows lie along a single dim that the product does not sum over."""
+        each expert, and the rows lie along a single dim that the product does not sum over.
+        """
         x, weight = args[0], self.weights.stack_parameters(args[1])
         if not isinstance(x, ExpertRows) or len(args) != 2 or len(list_node_sizes(weight)) != 3:
             raise NotMergeable
@@ -371,10 +366,8 @@ class _LoopMerger:
 
     def _apply_to_sum(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExpertSum:
         """Append the operator of ``node``, which the model applies to the output of each expert, on the sum of all
-        experts' outputs instead, and return the result. This is exact if the operator is linear.
-
-        Raises :class:`NotMergeable` if it is not linear. ``args``, ``kwargs``: its arguments, one of which is the sum.
-        """
+        experts' outputs, and return the result. This is exact if the operator is linear; otherwise,
+        :class:`NotMergeable` is raised. ``args``, ``kwargs``: the operator's arguments, one of which is the sum."""
         given = [
             i for i, a in enumerate(args) if isinstance(a, ExpertRows | ExpertSum | ExpertParameter | PackedParameter)
         ]
@@ -387,11 +380,11 @@ class _LoopMerger:
     def _merge_row_operator(
         self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> ExpertRows | MultiResultRows | ExpertSum | PlacedRows:
-        """Replace the corresponding operators of all experts by one operator, which works on rows (tokens) that each
-        belong to their own expert. Append it to the graph, and return the result.
+        """Append one operator on rows (tokens), each computed by its own expert, in place of the corresponding
+        operators of all experts. Return the result.
 
         Raises :class:`NotMergeable` if no operand has such rows, if the operator combines rows, or if its result would
-        have another shape or dtype than ``node``. ``node``: the operator of the first expert. ``args``, ``kwargs``: its
+        differ in shape or dtype from ``node``. ``node``: the operator of the first expert. ``args``, ``kwargs``: its
         arguments, each merged over all experts.
         """
         rows = [a for a in args if isinstance(a, ExpertRows)]
@@ -423,11 +416,11 @@ class _LoopMerger:
         raise NotMergeable
 
     def _find_row_dims(self, new_node: fx.Node, rows: Mapping[fx.Node, int]) -> tuple[int, ...] | None:
-        """Return the index of the dim that indexes rows in each result of the operator ``new_node``. Return ``None``
+        """Return a tuple with the dim that indexes rows in each result of the operator ``new_node``. Return ``None``
         unless each row of a result depends only on the same row of the operands.
 
         Args:
-            rows: for each operand that has rows, the index of the dim that indexes them.
+            rows: operand that has rows -> the dim that indexes them.
         """
         try:
             rule = factors_of(new_node)
@@ -449,10 +442,9 @@ class _LoopMerger:
         return tuple(spots[0] for spots in dims) if alone else None
 
     def _merge_getitem(self, nodes: tuple[fx.Node, ...]) -> ExpertRows:
-        """Return the value that replaces ``nodes``, the ``getitem`` nodes of all experts that take the same result of
-        an operator with several results. In this value, each row (token) is computed by its own expert. Raises
-        :class:`NotMergeable` if the operator does not work on rows.
-        """
+        """Return the merged value of ``nodes``, the ``getitem`` nodes of all experts that take the same result of an
+        operator with several results. Each row (token) is computed by its own expert. Raises :class:`NotMergeable` if
+        the operator does not work on such rows."""
         whole: Any = self.merge_nodes(tuple(n.args[0] for n in nodes))  # type: ignore[misc]
         if not isinstance(whole, MultiResultRows):
             raise NotMergeable
@@ -462,13 +454,13 @@ class _LoopMerger:
 
 
 def _keep_only_dim(node: fx.Node, dim: int) -> tuple[int, ...]:
-    """Return the shape of ``node`` with the size 1 in every dim except ``dim``."""
+    """Return the shape of ``node`` with size 1 in every dim except ``dim``."""
     return tuple(size if d == dim else 1 for d, size in enumerate(list_node_sizes(node)))
 
 
 def _find_split_shape(rows: ExpertRows, new_node: fx.Node) -> tuple[int, ...]:
-    """Return the shape of ``new_node``, a reshape of ``rows``, with the size 1 in every dim except those into which the
-    row dim of ``rows`` is split. ``rows``: a value with its row dim.
+    """Return the shape of ``new_node``, a reshape of ``rows``, with size 1 in every dim except those into which the dim
+    of rows is split.
 
     Raises :class:`NotMergeable` if the reshape changes other dims.
     """

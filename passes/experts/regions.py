@@ -2,9 +2,9 @@
 
 The regions are found from the graph alone. There are two forms:
 
-* *routed*: rows, each with the number of its expert (``keys``), pass through ``partition::expert_mm`` (a product of
-  each row with its expert's matrix), look-ups of a parameter of the expert (a bias) and operators that work on each
-  row by itself;
+* *routed*: rows (tokens), each with the number of its expert (``keys``), pass through ``partition::expert_mm`` (a
+  product of each row with its expert's matrix), look-ups of a parameter of the expert (a bias) and operators that work
+  on each row separately;
 * *dense*: every expert works on all rows, ``[e, t, k]`` through ``bmm`` with a weight ``[e, k, n]``, and a ``topk``
   over as many scores as there are experts selects the results that count.
 """
@@ -38,10 +38,10 @@ _LOOKUPS: dict[Any, tuple[int, int]] = {
 
 @dataclass(frozen=True)
 class RowExpertDims:
-    """The dims of a value that index its rows (tokens) and its experts.
+    """The dims of a value that index rows (tokens) and experts.
 
-    ``rows``: the index of the dim of rows. ``experts``: the index of the dim of experts; ``None`` if each row has one
-    expert, so that no dim indexes experts.
+    ``rows``: the dim of rows. ``experts``: the dim of experts; ``None`` if each row has a single expert, so that no dim
+    indexes experts.
     """
 
     rows: int
@@ -51,13 +51,13 @@ class RowExpertDims:
 @dataclass(frozen=True)
 class ExpertRegion:
     """A part of a block (the graph of a piece of the model) in which the experts of a mixture compute: each row (token)
-    is computed by its own expert (routed), or every row by all experts (dense).
+    is computed by its own expert (routed form), or every row by all experts (dense form).
 
     ``keys``: the node with the expert number of each row; ``None`` in the dense form. ``num_experts``: the number of
-    experts. ``tables``: nodes that are computed only from the experts' parameters, each with the dim that indexes
-    experts. ``nodes``: operators that work row by row, in order, with the row and expert dims of their results.
-    ``entries``: values from outside whose rows the operators in ``nodes`` read, with their row and expert dims.
-    ``exits``: the operators in ``nodes`` that are read outside. ``products``: the matrix products among ``nodes``.
+    experts. ``tables``: node that is computed only from the experts' parameters -> its dim of experts. ``nodes``:
+    operator that works row by row -> the row and expert dims of its results, in order. ``entries``: value from outside
+    that operators in ``nodes`` read -> its row and expert dims. ``exits``: the operators in ``nodes`` that are read
+    outside. ``products``: the matrix products among ``nodes``.
     """
 
     keys: fx.Node | None
@@ -70,23 +70,20 @@ class ExpertRegion:
 
     @property
     def states(self) -> dict[str, int]:
-        """Return the parameters and buffers of the experts: name of the placeholder -> index of the dim that indexes
-        experts.
-        """
+        """Return a dict: placeholder name of a parameter or buffer of the experts -> its dim of experts."""
         return {n.name: dim for n, dim in self.tables.items() if n.op == "placeholder"}
 
 
 def find_expert_regions(block: Block, expert_axes: Collection[str] = ()) -> list[ExpertRegion]:
-    """Return the parts of ``block`` that compute by expert (expert regions). A block is the graph of a piece of the
-    model.
+    """Return the parts of ``block`` (the graph of a piece of the model) that compute by expert (expert regions).
 
-    A region consists of matrix products in which each row has one expert (or all experts compute all rows), and of
-    operators between and behind them that work on each row by itself. Products are in no region if an operator between
-    them combines rows (tokens).
+    A region consists of matrix products in which each row (token) has one expert (or all experts compute all rows), and
+    of operators between and after them that work on each row separately. If an operator between products combines rows,
+    the products are in no region.
 
     Args:
-        expert_axes: mesh axes whose ranks will have different experts. An operator that communicates over such an axis
-            ends a region.
+        expert_axes: mesh axes along which ranks will have different experts. An operator that communicates over such an
+            axis ends a region.
     """
     found = []
     products: dict[fx.Node, list[fx.Node]] = {}
@@ -112,11 +109,11 @@ class _RegionFinder:
     """Finds one expert region, a part of a block (the graph of a piece of the model) in which the experts of a mixture
     compute, starting from the experts' matrix products.
 
-    ``products``: these products. ``tables`` maps nodes that are computed only from the experts' parameters to the dim
-    that indexes experts. ``keys``: the node with the expert number of each row (token); ``None`` if all experts compute
-    every row. ``places`` has the operators of the region, with the dims of their results that index rows and experts.
-    ``entries`` has the values from outside that they read, with the same dims. ``expert_axes``: mesh axes along which
-    ranks will have different experts; operators that communicate over them cannot be in the region.
+    ``products``: the matrix products. ``tables``: node that is computed only from the experts' parameters -> its dim of
+    experts. ``keys``: the node with the expert number of each row (token); ``None`` if all experts compute every row.
+    ``places``: operator of the region -> the row and expert dims of its results. ``entries``: value from outside that
+    the operators read -> its row and expert dims. ``expert_axes``: mesh axes along which ranks will have different
+    experts; operators that communicate over them cannot be in the region.
     """
 
     def __init__(
@@ -134,12 +131,11 @@ class _RegionFinder:
 
     def find_region(self) -> ExpertRegion | None:
         """Return the part of the graph that computes by expert around the matrix products of this object. Return
-        ``None`` if the experts cannot be distributed over ranks there, which has one of three reasons:
+        ``None`` if its experts cannot be distributed over ranks, for one of these reasons:
 
         * an operator between the products combines rows (tokens);
-        * an operator outside reads the experts' parameters;
-        * values that enter or leave the part have rows or experts in other dims than values that are sent between
-          ranks.
+        * an operator outside of the part reads the experts' parameters;
+        * values that enter or leave the part have rows or experts in other dims than values sent between ranks.
         """
         seeds = self._find_seed_nodes()
         if not seeds:
@@ -162,17 +158,14 @@ class _RegionFinder:
 
     @property
     def _find_sent_row_dims(self) -> RowExpertDims:
-        """Return the dims that index rows (tokens) and experts in values that are sent between the ranks of experts.
-
-        The rows are in dim 0 if each row has one expert; otherwise the experts are in dim 0 and the rows in dim 1.
-        """
+        """Return the dims of rows (tokens) and experts in values that are sent between the ranks of experts. If each
+        row has one expert, rows are dim 0. Otherwise, experts are dim 0 and rows dim 1."""
         return RowExpertDims(0) if self.keys is not None else RowExpertDims(1, 0)
 
     def _find_seed_nodes(self) -> set[fx.Node]:
         """Return the nodes from which the search for a part that computes by expert starts: operators that combine rows
         (tokens) with a parameter of the experts, such as products with the experts' matrices, and look-ups of a bias.
-        Return an empty set if there are no products, or if two products are for different numbers of experts.
-        """
+        Return an empty set if there are no such products, or if their numbers of experts differ."""
         if self.keys is None:
             tables = {n: n.args[1] for n in self.products if self._is_table(n.args[1], 0)}
             tables = {n: t for n, t in tables.items() if not self._is_table(n.args[0], 0)}
@@ -200,18 +193,16 @@ class _RegionFinder:
         return {u for t in self.tables for u in t.users if u not in self.tables and u.op == "call_function"}
 
     def _is_routed(self, products: Iterable[fx.Node]) -> bool:
-        """Return whether a router chooses among the experts whose matrix products are ``products``. This is so if the
-        products, or values that are computed from them, depend on an operator such as ``topk`` over as many scores as
-        there are experts.
-        """
+        """Return whether a router chooses among the experts of the matrix products ``products``: the products, or
+        values that depend on them, also depend on an operator such as ``topk`` over as many scores as there are
+        experts."""
         behind = _collect_descendants(self.block, set(products))
         around = _collect_ancestors(self.block, behind | set(products)) - behind
         return any(n.target in CHOICES and get_meta_shape(n.args[0])[-1:] == (self.num_experts,) for n in around)  # type: ignore[arg-type]
 
     def _is_table(self, node: Any, dim: int) -> bool:
         """Return whether ``node`` is computed only from parameters, buffers and constants, and can be sharded along its
-        dim ``dim`` by sharding these.
-        """
+        dim ``dim`` by sharding them."""
         return isinstance(node, fx.Node) and _trace_to_states(node, dim, self.states) is not None
 
     def _add_table(self, node: Any, dim: int) -> None:
@@ -220,10 +211,9 @@ class _RegionFinder:
         self.tables |= found
 
     def _add_region_node(self, node: fx.Node, seed: bool) -> bool:
-        """Add the operator ``node`` to the part of the graph that computes by expert: record which dims of its results
-        index rows (tokens) and experts, and which of its operands come from outside.
-
-        Return ``False`` if the operator does not work row by row and was not added.
+        """Add the operator ``node`` to the part of the graph that computes by expert: record the dims of its results
+        that index rows (tokens) and experts, and its operands from outside. Return ``True``; or return ``False``
+        without adding ``node`` if it does not work row by row.
 
         Args:
             seed: whether the operator combines rows with a parameter of the experts.
@@ -266,10 +256,9 @@ class _RegionFinder:
         return True
 
     def _find_row_factors(self, node: fx.Node, rule: OpFactors) -> tuple[str | None, str | None]:
-        """Return the names of the loop dimensions that index rows (tokens) and experts in the operator ``node``;
-        ``None`` for a name that does not exist. Both are ``None`` if the operator does not work on each row by itself.
-        ``rule`` names the loop dimensions of the operator, as in an einsum.
-        """
+        """Return (loop dimension of rows, loop dimension of experts) of the operator ``node``: the names in its
+        sharding rule ``rule``, where loop dimensions are named as in an einsum. The second is ``None`` if each row
+        (token) has a single expert. Both are ``None`` if the operator does not work on each row separately."""
         rows: set[str] = set()
         experts: set[str] = set()
         for operand, dims in zip(operands_of(node), rule.operands, strict=True):
@@ -293,9 +282,8 @@ class _RegionFinder:
             self.entries[node] = place
 
     def _extend_region(self) -> None:
-        """Add further operators to the region, the part of the graph that computes by expert: those that read its
-        results, work on each row (token) by itself and read no rows from outside, such as a bias or an activation.
-        """
+        """Add operators to the region, the part of the graph that computes by expert, that read its results, work on
+        each row (token) separately and read no rows from outside, such as the addition of a bias or an activation."""
         for node in self.block.graph.nodes:
             operands = operands_of(node) if node.op == "call_function" else ()
             inside = [o for o in operands if o in self.places]
@@ -313,8 +301,8 @@ class _RegionFinder:
 
 
 def _find_lookup_indices(node: fx.Node, at: int) -> Any:
-    """Return the node of the indices by which ``node`` looks up rows (tokens) along dim 0; ``None`` if the look-up is
-    along another dim.
+    """Return the node of the indices by which ``node`` looks up rows (tokens) along dim 0; ``None`` if ``node`` looks
+    up along another dim.
 
     Args:
         at: position of the index among the operator's arguments, from 0.
@@ -328,9 +316,11 @@ def _find_lookup_indices(node: fx.Node, at: int) -> Any:
 
 
 def _trace_to_states(node: fx.Node, dim: int, states: set[str]) -> dict[fx.Node, int] | None:
-    """Return how ``node`` and its ancestors must be sharded so that ``node`` is sharded along ``dim``: node -> dim.
+    """Return a dict of the dims along which ``node`` and its ancestors must be sharded so that ``node`` is sharded
+    along ``dim``: node -> dim.
 
-    Return ``None`` if ``node`` is not computed only from parameters, buffers and constants, or has no such sharding.
+    Return ``None`` if ``node`` also depends on values other than parameters, buffers and constants, or has no such
+    sharding.
 
     Args:
         states: names of the placeholders that are parameters, buffers or constants.
@@ -359,9 +349,8 @@ def _trace_to_states(node: fx.Node, dim: int, states: set[str]) -> dict[fx.Node,
 
 
 def _find_factor_rule(node: fx.Node) -> OpFactors | None:
-    """Return the sharding rule of the operator ``node``, which names its loop dimensions as in an einsum (``b s i, o i
-    -> b s o`` for a linear layer); ``None`` if it has no rule.
-    """
+    """Return the sharding rule of the operator ``node``, which names loop dimensions as in an einsum (``b s i, o i -> b
+    s o`` for a linear layer); ``None`` if there is no rule or it does not fit."""
     try:
         return factors_of(node)
     except PartitionError:
@@ -369,12 +358,12 @@ def _find_factor_rule(node: fx.Node) -> OpFactors | None:
 
 
 def _find_row_dims(rows: str | None, experts: str | None, dims: tuple[tuple[str, ...], ...]) -> RowExpertDims | None:
-    """Return which dims of a value, an operand or result of an operator, index rows (tokens) and experts. ``rows``,
-    ``experts``: the names of the operator's loop dimensions (as in an einsum) that run over rows and over experts.
-    ``experts`` is ``None`` if the operator has no loop dimension of experts; then only ``rows`` is looked for.
+    """Return the dims of rows (tokens) and experts in a value, an operand or result of an operator. ``rows``,
+    ``experts``: the names of the operator's loop dimensions (as in an einsum) that run over rows and over experts;
+    ``experts`` is ``None`` if there is none.
 
-    Return ``None`` if ``rows``, or ``experts`` if given, is not in exactly one dim of the value or shares the dim with
-    another loop dimension.
+    Return ``None`` unless each given loop dimension is in exactly one dim of the value, which has no other loop
+    dimension.
 
     Args:
         dims: for each dim of the value, the names of its loop dimensions.

@@ -1,7 +1,7 @@
 """Recognise boolean masks that are true where a router chose a certain expert number.
 
 Loops over experts compute such masks as ``chosen == 3``, as a slice of ``one_hot(chosen)`` or as a slice of
-``chosen[..., None] == arange(n)``. The patterns match graphs of exported operators and graphs in normal form.
+``chosen[..., None] == arange(n)``. The functions work on graphs of exported operators and on graphs in normal form.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ALIKE = (
     aten.clone.default,
     aten.contiguous.default,
     aten.detach.default,
-)  # operators that keep numbers and masks as they are
+)  # operators that do not change numbers and masks
 CASTS = (*ALIKE, *MARKS)
 _RANKED: dict[Any, int] = {  # operator -> index of its result that has distinct positions along a dim
     aten.topk.default: 1,
@@ -63,11 +63,11 @@ class RoutingChoice:
 
 @dataclass(frozen=True)
 class _ClassMasks:
-    """A stack of masks along ``dim``, one for each number 0, 1, ..: mask ``n`` is true where the integer tensor
+    """A stack of masks along the dim ``dim`` of a tensor: mask ``n`` (from 0) is true where the integer tensor
     ``chosen`` equals ``n``.
 
-    ``dims[j]``: the dim of ``chosen`` that corresponds to the ``j``-th dim of a single mask (a dim of the stack other
-    than ``dim``)."""
+    ``dims[j]``: the dim of ``chosen`` that corresponds to the ``j``-th dim of a single mask.
+    """
 
     chosen: fx.Node
     dim: int
@@ -75,8 +75,8 @@ class _ClassMasks:
 
 
 def match_equality(node: Any) -> RoutingChoice | None:
-    """Return the integer tensor and the number that the mask ``node``, such as ``chosen == 3``, tests for equality;
-    ``None`` if it does not test for one number."""
+    """If the mask ``node`` compares an integer tensor with a number, as in ``chosen == 3``, return the tensor and the
+    number as a :class:`RoutingChoice`; otherwise return ``None``."""
     node = skip_inverse_squeezes(node)
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
@@ -93,10 +93,9 @@ def match_equality(node: Any) -> RoutingChoice | None:
 
 
 def match_any_equality(node: Any) -> tuple[fx.Node, int] | None:
-    """Return (integer tensor, number) if the mask ``node`` tests whether the number occurs along the last dim of the
-    tensor, such as among the k experts that each token chose. Return ``None`` for any other node, or if a number may
-    occur more than once along that dim.
-    """
+    """If the mask ``node`` tests whether a number occurs along the last dim of an integer tensor, such as among the k
+    experts that each token chose, return (tensor, number). Return ``None`` for any other node, or if a number may occur
+    more than once along that dim."""
     while isinstance(node, fx.Node) and (_is_nonzero(node) or node.target in (*CASTS, *RESHAPES)):
         node = node.args[0]
     found, along = None, list[int]()
@@ -127,9 +126,8 @@ def match_any_equality(node: Any) -> tuple[fx.Node, int] | None:
 
 
 def skip_inverse_squeezes(node: Any) -> Any:
-    """Return the node from which ``node`` is computed by ``unsqueeze`` and ``squeeze`` operators that cancel each
-    other; ``node`` itself if there are none.
-    """
+    """Return the node before all trailing pairs of ``unsqueeze`` and ``squeeze`` operators of ``node`` that cancel each
+    other; ``node`` itself if there are none."""
     while isinstance(node, fx.Node) and node.target is aten.squeeze.dim and _is_unsqueezed(node.args[0], node.args[1]):
         node = node.args[0].args[0]  # type: ignore[union-attr]
     return node
@@ -140,18 +138,16 @@ def _is_unsqueezed(node: Any, dim: Any) -> bool:
 
 
 def skip_operators(node: Any, targets: tuple[Any, ...]) -> Any:
-    """Follow first operands from ``node`` as long as the operator is in ``targets``, and return the first node whose
-    operator is another one.
-    """
+    """Follow first operands from ``node`` while the operator is in ``targets``, and return the first node with another
+    operator."""
     while node.target in targets:
         node = node.args[0]
     return node
 
 
 def is_count(node: Any) -> bool:
-    """Return whether every element of ``node`` is known to be zero or positive (masks, one-hot codes, and their
-    products). A sum of such elements is zero only if all of them are zero.
-    """
+    """Return whether all elements of ``node`` are known to be nonnegative (masks, one-hot codes, and their products). A
+    sum of such elements is zero only if all of them are zero."""
     if node.meta["val"].dtype == torch.bool or node.target is aten.one_hot.default:
         return True
     if node.target in _ELEMENT_MOVING_OPERATORS:
@@ -160,9 +156,8 @@ def is_count(node: Any) -> bool:
 
 
 def find_integer_source(node: fx.Node) -> fx.Node:
-    """Return the node from which ``node`` got its integers, such as the expert numbers that a router chose: follow it
-    back through reshapes, casts to int32 or int64, and marker operators, which return their operand unchanged.
-    """
+    """Return the node from which ``node`` got its integers, such as the expert numbers that a router chose: the node
+    before all reshapes, casts to int32 or int64, and marker operators (which return their operand unchanged)."""
     while True:
         before = node
         node = skip_integer_casts(node)
@@ -174,7 +169,7 @@ def find_integer_source(node: fx.Node) -> fx.Node:
 
 def is_distinct_along(chosen: fx.Node, dim: int) -> bool:
     """Return whether the numbers of the tensor ``chosen`` along its dim ``dim`` are known to be distinct, because they
-    are the indices that a ``topk``, ``sort`` or ``argsort`` returns."""
+    are indices from a ``topk``, ``sort`` or ``argsort``."""
     node: Any = skip_integer_casts(chosen)
     while (
         node.target in RESHAPES and dim % _get_node_rank(chosen) == _get_node_rank(chosen) - 1 and _keeps_last_dim(node)
@@ -190,10 +185,10 @@ def is_distinct_along(chosen: fx.Node, dim: int) -> bool:
 
 
 def get_num_choices(chosen: fx.Node) -> int | None:
-    """Return the number of elements among which the indices in ``chosen`` were chosen: the size of the dim over which a
+    """Return the number of elements among which the indices ``chosen`` were chosen: the size of the dim over which a
     ``topk``, ``sort``, ``max`` or ``argmax`` ran. For a router this is the number of experts.
 
-    Return ``None`` if ``chosen`` is no result of such an operator.
+    Return ``None`` if ``chosen`` is not a result of such an operator.
     """
     node: Any = skip_integer_casts(chosen)
     while node.target in (*RESHAPES, aten.permute.default):
@@ -207,10 +202,8 @@ def get_num_choices(chosen: fx.Node) -> int | None:
 
 
 def _find_sliced_choice(whole: fx.Node, dim: int, index: int) -> RoutingChoice | None:
-    """Return which test the slice of the tensor ``whole`` at ``index`` along ``dim`` is, if it is a mask such as
-    ``chosen == index``: the result has the integer tensor and the number for which it is tested. ``None`` if ``whole``
-    is no stack of such masks along ``dim``.
-    """
+    """If ``whole`` is a stack of masks ``chosen == 0``, ``chosen == 1``, .. along ``dim``, return the tensor ``chosen``
+    and the number ``index`` of its slice as a :class:`RoutingChoice`; otherwise return ``None``."""
     classes = match_class_masks(whole)
     if classes is None or dim % _get_node_rank(whole) != classes.dim or not isinstance(index, int) or index < 0:
         return None
@@ -218,9 +211,8 @@ def _find_sliced_choice(whole: fx.Node, dim: int, index: int) -> RoutingChoice |
 
 
 def match_class_masks(node: Any) -> _ClassMasks | None:
-    """Return a description of ``node`` if it is a stack of masks, such as ``one_hot(chosen)``: the integer tensor that
-    the masks compare with 0, 1, .., and how its dims correspond to those of the stack. Return ``None`` for any other
-    node.
+    """If ``node`` is a stack of masks that compare an integer tensor with 0, 1, .., such as ``one_hot(chosen)``, return
+    its description: the tensor and how its dims correspond to those of the stack. Return ``None`` for any other node.
     """
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
@@ -250,7 +242,7 @@ def match_class_masks(node: Any) -> _ClassMasks | None:
 
 
 def _find_widened_operand(node: Any) -> fx.Node | None:
-    """Return the integer operand to which ``node`` adds a last dim of size 1; ``None`` if ``node`` does not do that."""
+    """If ``node`` appends a dim of size 1 to an integer operand, return this operand; otherwise return ``None``."""
     if not isinstance(node, fx.Node) or node.target not in (
         aten.unsqueeze.default,
         aten.reshape.default,
@@ -263,9 +255,7 @@ def _find_widened_operand(node: Any) -> fx.Node | None:
 
 
 def _find_arange_size(node: Any) -> int | None:
-    """Return the ``n`` for which ``node`` is ``arange(n)``, up to leading dims of size 1; ``None`` if it is something
-    else.
-    """
+    """If ``node`` is ``arange(n)``, possibly with leading dims of size 1, return ``n``; otherwise return ``None``."""
     node = skip_integer_casts(node) if isinstance(node, fx.Node) else node
     while isinstance(node, fx.Node) and node.target in (
         aten.reshape.default,
@@ -287,9 +277,8 @@ def _is_nonzero(node: fx.Node) -> bool:
 
 
 def skip_integer_casts(node: fx.Node) -> fx.Node:
-    """Follow ``node`` back through casts to int32 or int64 and marker operators (which return their operand unchanged),
-    and return the node before them, which has the same integers.
-    """
+    """Return the node before all casts of ``node`` to int32 or int64 and marker operators (which return their operand
+    unchanged). It has the same integers."""
     while node.target in CASTS and node.meta["val"].dtype in _WIDE:
         node = node.args[0]  # type: ignore[assignment]
     return node

@@ -1,16 +1,17 @@
-"""Treat rows that are sorted by expert: remove the sort from the model's graph, and avoid repeated sorts in a local
-graph.
+"""Remove sorts of rows (tokens) by expert from the model's graph, and avoid repeated sorts in the graph of one rank.
 
-:func:`remove_row_sorts` lets rows keep their order, so that they can be sharded. A mixture of experts sorts the choices
-of all tokens, gathers rows in that order, works on each row by itself and by its expert, and writes the rows back.
-Operators on single rows commute with the sort: if an operator's factor rule lets the sorted dim pass through, the
-operator is applied to the unsorted rows. A value that does not depend on the order (rows written back, sums over all
-rows) then replaces the value computed from sorted rows, and nothing reads the sort any more.
+:func:`remove_row_sorts` keeps rows in their original order, so that they can be sharded. A mixture of experts sorts the
+choices of all tokens, gathers rows in this order, works on each row separately and by its expert, and writes the rows
+back. Operators on single rows commute with the sort: if an operator's sharding rule keeps the sorted dim, the operator
+is applied to the unsorted rows. A value that does not depend on the order (rows written back, sums over all rows) then
+replaces the value computed from sorted rows, and nothing reads the sort any more.
 
 :func:`keep_rows_sorted` works on the graph of one rank. ``partition::expert_mm``, the product of each row with its
 expert's matrix, sorts the rows that it reads and returns its rows in the original order. Between two products with the
-same experts, rows can stay sorted if all operators between them work on each row by itself. Requires: a local graph.
-Provides: an equivalent graph, in which rows are sorted once before and unsorted once after, in backward as well."""
+same experts, rows can stay sorted if all operators between the products work on each row separately. Requires: a local
+graph. Provides: an equivalent graph, in which rows are sorted once before the products and unsorted once after them,
+also in backward.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +42,10 @@ _LOOKUPS = (aten.index.Tensor, aten.index_select.default)
 
 
 def remove_row_sorts(graph: fx.Graph) -> None:
-    """Rewrite ``graph`` in place so that rows (tokens) are not sorted where the model sorts them, such as by expert.
+    """Rewrite ``graph`` in place so that rows (tokens) keep their order where the model sorts them, such as by expert.
 
     Only operators whose results do not depend on the order are rewritten; a sort that other operators still read stays.
-    Every node must have a meta tensor in ``node.meta["val"]``, and has one afterwards.
+    Every node must have a meta tensor in ``node.meta["val"]``, and still has one after the rewrite.
     """
     for node in list(graph.nodes):
         if node.target in (*_SORTS, *_ARGSORTS) and len(list_node_sizes(operands_of(node)[0])) == 1:
@@ -54,10 +55,10 @@ def remove_row_sorts(graph: fx.Graph) -> None:
 
 @dataclass(frozen=True)
 class _UnsortedValue:
-    """The value that an operator behind a sort of rows (tokens) would have if the rows were not sorted.
+    """The value that replaces the results of an operator after a sort of rows (tokens) when the rows stay unsorted.
 
-    ``node``: the node with this value. ``dims``: for each result of the original operator, the index of the dim along
-    which the rows are sorted; ``None`` for a result that does not depend on the order of the rows.
+    ``node``: the node with this value. ``dims``: for each result of the original operator, the dim along which rows are
+    sorted; ``None`` for a result that does not depend on the order of the rows.
     """
 
     node: fx.Node
@@ -65,12 +66,13 @@ class _UnsortedValue:
 
 
 class _Unsorter:
-    """Rewrites the operators of ``graph`` that read rows (tokens) sorted by expert, so that they read them in their
-    original order and the sort is not needed.
+    """Rewrites the operators of ``graph`` that read rows (tokens) sorted by expert to read the rows in their original
+    order, so that the sort is not needed.
 
     ``sort``: the node that sorts rows. ``keys``: the values by which it sorts, such as expert numbers. ``order``: the
-    node with the sorted rows' original positions. ``unsorted_values``: node that depends on the sort -> the value that
-    it would have on unsorted rows. ``inverse`` has the nodes that hold the inverse permutation."""
+    node with the original positions of the sorted rows. ``unsorted_values``: node that depends on the sort -> its value
+    on unsorted rows. ``inverse``: the nodes that compute the inverse permutation.
+    """
 
     def __init__(self, graph: fx.Graph, sort: fx.Node) -> None:
         self.graph = graph
@@ -83,9 +85,8 @@ class _Unsorter:
         self.inverse: set[fx.Node] = set()
 
     def unsort_rows(self) -> None:
-        """Rewrite the operators that depend on a sort of rows (tokens), in graph order, so that they work on unsorted
-        rows. An operator whose result needs the sorted order stays as it is, and so does the sort then.
-        """
+        """Rewrite the operators that depend on the sort of rows (tokens), in graph order, to work on unsorted rows. An
+        operator whose result needs the sorted order is not changed, and then the sort stays, too."""
         nodes = list(self.graph.nodes)
         with self.graph.inserting_before(self.sort):
             build = Builder(self.graph, self.sort)
@@ -105,9 +106,9 @@ class _Unsorter:
         self.unsorted_values[node] = _UnsortedValue(self.place)
 
     def _visit_node(self, node: fx.Node, build: Builder) -> None:
-        """Rewrite the operator ``node``, which reads rows (tokens) that were sorted by their expert, so that it works
-        on the rows in their original order, and store its new value in ``unsorted_values``. If that is impossible,
-        leave it as it is. ``build`` appends operators to the graph."""
+        """Compute the value of the operator ``node``, which reads rows (tokens) sorted by expert, for rows in their
+        original order, and store it in ``unsorted_values``, or replace ``node`` by it. If this is impossible, leave
+        ``node`` unchanged. ``build`` appends operators to the graph."""
         source: Any = node.args[0]
         if source is self.sort and self.sort.target in _SORTS:
             if node.args[1] == 0:
@@ -134,9 +135,8 @@ class _Unsorter:
                 self._record_unsorted_value(node, unsorted)
 
     def _record_unsorted_value(self, node: fx.Node, unsorted: _UnsortedValue) -> None:
-        """Record the value that ``node`` would have if rows (tokens) were not sorted. This object removes the sort.
-        ``unsorted``: a graph node, with the dim of each of its results along which the rows lie. If no result depends
-        on the order of the rows, ``unsorted`` replaces ``node`` in the graph."""
+        """Record ``unsorted``, the value of ``node`` for unsorted rows (tokens). If no result of ``node`` depends on
+        the order of the rows, ``unsorted`` replaces ``node`` in the graph."""
         if any(dim is not None for dim in unsorted.dims):
             self.unsorted_values[node] = unsorted
         elif unsorted.node.op == "call_function":  # ``node`` is changed in place, so that an output keeps its name
@@ -145,9 +145,8 @@ class _Unsorter:
             node.replace_all_uses_with(unsorted.node)
 
     def _unsort_getitem(self, node: fx.Node, build: Builder) -> None:
-        """Record which node replaces ``node``, one result of an operator with several results, if the rows (tokens) are
-        not sorted by the sort that this object removes. ``build`` appends operators to the graph.
-        """
+        """If ``node`` selects a result of an operator that has a value for unsorted rows (tokens), record the selected
+        result of this value. ``build`` appends operators to the graph."""
         source, index = node.args
         if source in self.unsorted_values:
             unsorted = self.unsorted_values[source]  # type: ignore[index]
@@ -157,10 +156,9 @@ class _Unsorter:
             )
 
     def _is_inverse_order(self, node: fx.Node) -> bool:
-        """Return whether ``node`` is the inverse of the sort's permutation, by which a model brings rows (tokens) back
-        to their original order. This is an ``arange`` written to the positions of the sort order, or an ``argsort`` of
-        the order.
-        """
+        """Return whether ``node`` is the inverse of the sort's permutation, by which a model restores the original
+        order of rows (tokens): an ``arange`` written to the positions of the sort order, or an ``argsort`` of the
+        order."""
         if self.order is None:
             return False
         if node.target in _ARGSORTS:
@@ -178,12 +176,9 @@ class _Unsorter:
         return False
 
     def _match_unsorted_rows(self, node: fx.Node) -> _UnsortedValue | None:
-        """Return the value that can take the place of ``node`` if ``node`` is an index operator that brings rows
-        (tokens) back from the order of the sort ``self.sort`` to their original order; ``None`` for any other node.
-
-        The result has a graph node whose rows were never sorted. Its ``dims`` are ``(None,)``: the value does not
-        depend on the order of the sort.
-        """
+        """If ``node`` is an index operator that restores the original order of rows (tokens) after the sort
+        ``self.sort``, return the value that replaces it, whose rows were never sorted; otherwise return ``None``. The
+        ``dims`` of the value are ``(None,)``: it does not depend on the sort order."""
         found = _parse_row_lookup(node)
         if found is None or found[1] not in self.inverse or found[0] not in self.unsorted_values:
             return None
@@ -191,12 +186,9 @@ class _Unsorter:
         return _UnsortedValue(unsorted.node, (None,)) if unsorted.dims == (0,) else None
 
     def _unsort_row_write(self, node: fx.Node) -> _UnsortedValue | None:
-        """Return the value that can take the place of ``node`` if ``node`` writes all rows (tokens), which the sort
-        ``self.sort`` has moved, to their original positions in a tensor of the same shape; ``None`` for any other node.
-
-        The result has a graph node whose rows were never sorted. Its ``dims`` are ``(None,)``: the value does not
-        depend on the order of the sort.
-        """
+        """If ``node`` writes all rows (tokens) sorted by ``self.sort`` to their original positions in a tensor of the
+        same shape, return the value that replaces it, whose rows were never sorted; otherwise return ``None``. The
+        ``dims`` of the value are ``(None,)``: it does not depend on the sort order."""
         args: Any = node.args
         if node.target is aten.index_copy.default and args[1] == 0:
             base, places, rows = args[0], args[2], args[3]
@@ -214,8 +206,7 @@ class _Unsorter:
 
     def _computes_expert_keys(self, node: fx.Node) -> bool:
         """Return whether ``node`` computes the expert number of each sorted row: a ``searchsorted`` of the row
-        positions in the positions where the rows (tokens) of each expert end.
-        """
+        positions in the end positions of each expert's rows (tokens)."""
         if node.target is not aten.searchsorted.Tensor or not get_node_argument(node, "right"):
             return False
         ends, rows = node.args[:2]
@@ -223,9 +214,8 @@ class _Unsorter:
         return plain and _is_full_arange(rows, self.num_rows) and self._are_ends(ends, list_node_sizes(ends)[0])  # type: ignore[arg-type]
 
     def _unsort_grouped_product(self, node: fx.Node, build: Builder) -> _UnsortedValue | None:
-        """Append a product of each row with its expert's matrix to the graph, if ``node`` is such a product of rows
-        (tokens) that the sort ``self.sort`` has ordered by expert. The new product reads the rows in their original
-        order. Return its graph node, together with the dim of its result along which the rows lie, which is 0.
+        """If ``node`` multiplies rows (tokens), sorted by expert, by their experts' matrices, append a product that
+        reads the rows in their original order, and return its value (rows along dim 0).
 
         Return ``None`` for other nodes, or if the new product has another dtype. ``build`` appends operators.
         """
@@ -252,16 +242,14 @@ class _Unsorter:
         return _UnsortedValue(made) if made.meta["val"].dtype == node.meta["val"].dtype else None
 
     def _are_ends(self, node: fx.Node, num_experts: int) -> bool:
-        """Return whether ``node`` has, for each of ``num_experts`` experts, the position where its rows (tokens) end in
-        the sorted order: the cumulative sum of the experts' row counts.
-        """
+        """Return whether ``node`` has the end position of each expert's rows (tokens) in the sorted order, for
+        ``num_experts`` experts: the cumulative sum of the experts' row counts."""
         total = _skip_casts(node)
         return total.target is aten.cumsum.default and self._are_sizes(total.args[0], num_experts)
 
     def _are_sizes(self, node: Any, num_experts: int) -> bool:
-        """Return whether ``node`` has the number of rows (tokens) of each of ``num_experts`` experts, in the order in
-        which the rows are sorted.
-        """
+        """Return whether ``node`` has the number of rows (tokens) of each of ``num_experts`` experts, and the rows are
+        sorted in this order of experts."""
         counts = _skip_casts(node)
         if not self.ascending:
             return False
@@ -279,12 +267,12 @@ class _Unsorter:
         return _is_same_value(_skip_casts(node), _skip_casts(self.keys))
 
     def _unsort_index_add(self, node: fx.Node, build: Builder) -> _UnsortedValue | None:
-        """Append an ``index_add`` of rows (tokens) in their original order to the graph, if ``node`` is an
-        ``index_add`` of rows that the sort ``self.sort`` has moved. Return its graph node; the ``dims`` of the result
-        are ``(None,)``, because its value does not depend on the order of the rows. Return ``None`` for other nodes.
+        """If ``node`` is an ``index_add`` of rows (tokens) sorted by ``self.sort``, append an ``index_add`` of the rows
+        in their original order, and return its value; otherwise return ``None``. The ``dims`` of the value are
+        ``(None,)``: it does not depend on the order of the rows.
 
-        If each position occurs equally often and in order, a sum takes the place of the ``index_add``. ``build``
-        appends operators.
+        If each position occurs equally often and in order, a sum replaces the ``index_add``. ``build`` appends
+        operators.
         """
         if node.target is not aten.index_add.default:
             return None
@@ -304,9 +292,9 @@ class _Unsorter:
         return _UnsortedValue(build(aten.add.Tensor, base, summed), (None,))
 
     def _commute_with_sort(self, node: fx.Node, build: Builder) -> _UnsortedValue | None:
-        """Append the operator of ``node`` on rows (tokens) in their original order to the graph, if ``node`` reads rows
-        that the sort ``self.sort`` has moved, and works on each row by itself or sums rows. Return the new graph node,
-        together with the dim of each of its results along which the rows lie (``None`` for a sum over the rows).
+        """If ``node`` reads rows (tokens) sorted by ``self.sort``, and works on each row separately or sums rows,
+        append its operator on the rows in their original order. Return the value of the new node, with the dim of rows
+        in each result (``None`` for a sum over the rows).
 
         Return ``None`` for any other operator. ``build`` appends operators.
         """
@@ -342,9 +330,8 @@ class _Unsorter:
         return _UnsortedValue(made, tuple(dims))
 
     def _find_sorted_factor(self, node: fx.Node, dims: tuple[tuple[str, ...], ...]) -> set[str]:
-        """Return the name of the loop dimension (as in an einsum) along which ``node``, an operand of an operator, is
-        sorted. The result is a set with this name, so that the names of several operands can be united. The name is
-        ``""`` if the sorted dim does not belong to exactly one loop dimension.
+        """Return a set with the name of the loop dimension (as in an einsum) along which ``node``, an operand of an
+        operator, is sorted. The name is ``""`` if the sorted dim does not belong to exactly one loop dimension.
 
         Args:
             dims: for each dim of the operand, the names of its loop dimensions.
@@ -354,8 +341,8 @@ class _Unsorter:
         return {dims[dim][0]} if dim < len(dims) and len(dims[dim]) == 1 else {""}
 
     def _append_row_lookup(self, node: fx.Node, args: tuple[Any, ...], build: Builder) -> fx.Node | None:
-        """Append operators that compute the row look-up of ``node`` (``rows[places]``) on unsorted rows (tokens)
-        without an index operator, and return the result.
+        """Append operators that compute the row look-up ``node`` (``rows[places]``) for unsorted rows (tokens) without
+        an index operator, and return the result.
 
         Return ``None`` unless the looked-up positions are 0, 1, .. in order, each repeated equally often.
 
@@ -379,9 +366,8 @@ class _Unsorter:
         return build(aten.reshape.default, wide, [self.num_rows, *list_node_sizes(rows)[1:]])
 
     def _count_repeats(self, where: fx.Node, num_places: int) -> int | None:
-        """Return how often the index tensor ``where`` repeats each of the numbers 0, 1, .., ``num_places`` - 1, in the
-        form ``0 0 1 1 2 2 ..``; ``None`` if it has another form.
-        """
+        """If the index tensor ``where`` has the form ``0 0 1 1 2 2 ..``, with the numbers 0 to ``num_places - 1``,
+        return how often each number occurs; otherwise return ``None``."""
         times = 1
         if where.target in (aten.floor_divide.default, aten.floor_divide.Scalar, aten.div.Tensor_mode):
             if where.kwargs.get("rounding_mode", "floor") not in ("floor", "trunc") or not isinstance(
@@ -393,7 +379,7 @@ class _Unsorter:
 
 
 def _parse_row_lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return the nodes (``rows``, ``places``) if ``node`` computes ``rows[places]`` along dim 0; otherwise ``None``."""
+    """Return (``rows``, ``places``) if ``node`` computes ``rows[places]`` along dim 0; otherwise ``None``."""
     if node.target is aten.index.Tensor and len(node.args[1]) == 1:  # type: ignore[arg-type]
         return node.args[0], node.args[1][0]  # type: ignore[index,return-value]
     if node.target is aten.index_select.default and node.args[1] == 0:
@@ -408,8 +394,8 @@ def _skip_casts(node: fx.Node) -> fx.Node:
 
 
 def _is_same_value(a: Any, b: Any) -> bool:
-    """Return whether ``a`` and ``b``, arguments of operators, have the same value: they are equal, or are nodes that
-    compute it by the same operators from the same nodes."""
+    """Return whether the operator arguments ``a`` and ``b`` have the same value: they are equal, or they are nodes that
+    apply the same operators to the same nodes."""
     if isinstance(a, fx.Node) and isinstance(b, fx.Node):
         computed = a.op == b.op == "call_function" and a.target == b.target and a.kwargs == b.kwargs
         return a is b or (computed and _is_same_value(a.args, b.args))
@@ -430,9 +416,9 @@ def _is_full_arange(node: Any, num: int) -> bool:
 
 
 def _find_factor_dim(name: str, dims: tuple[tuple[str, ...], ...]) -> int | None:
-    """Return the index of the dim of a value that runs over the loop dimension ``name`` of an operator (as in an
-    einsum) and over no other one. Return ``None`` if no dim runs over it, and -1 if its dim runs over another loop
-    dimension, too, or if several dims run over it.
+    """Return the dim of a value that runs over the loop dimension ``name`` of an operator (as in an einsum) and over no
+    other one. Return ``None`` if no dim runs over ``name``. Return -1 if several dims do, or if the dim also runs over
+    another loop dimension.
 
     Args:
         dims: for each dim of the value, the names of its loop dimensions.
@@ -443,7 +429,7 @@ def _find_factor_dim(name: str, dims: tuple[tuple[str, ...], ...]) -> int | None
     return held[0] if len(held) == 1 and dims[held[0]] == (name,) else -1
 
 
-# key of a node's meta: name of the node of the block that was inserted for; if that one is recomputed, so is this node
+# key of the meta of an inserted node: name of the node that it was inserted for, with which it is recomputed
 MADE_BY = "made_by"
 
 _PRODUCT = ops.expert_mm.default
@@ -452,8 +438,8 @@ _PRODUCT = ops.expert_mm.default
 def keep_rows_sorted(block: Block) -> Block:
     """Return a block equivalent to ``block`` (the graph of a piece of the model) in which several products with
     experts' matrices share one sort. In ``block``, every such product sorts its rows (tokens) by expert and restores
-    their order. In the result, rows are sorted once before the products, and their order is restored once after them.
-    ``block`` itself is returned if no two products have the same experts."""
+    their order. In the result, rows are sorted once before all products and restored once after them. If no two
+    products have the same experts, ``block`` itself is returned."""
     products = Counter(n.args[2] for n in block.graph.nodes if n.target is _PRODUCT)
     if max(products.values(), default=0) < 2:
         return block
@@ -468,11 +454,11 @@ def keep_rows_sorted(block: Block) -> Block:
 
 
 class _Sorter:
-    """Rewrites one part of a graph that computes by expert so that its rows (tokens) are sorted once before and
-    unsorted once after.
+    """Rewrites one part of a graph that computes by expert so that its rows (tokens) are sorted once before this part
+    and unsorted once after it.
 
-    ``region``: the part in which experts compute. ``keys``: the node with the expert number of each row. ``moved``:
-    each operand from outside with its sorted copy.
+    ``region``: the part that computes by expert. ``keys``: the node with the expert number of each row. ``moved``:
+    operand from outside of the part -> its sorted copy.
     """
 
     def __init__(self, graph: fx.Graph, region: ExpertRegion) -> None:
@@ -481,9 +467,8 @@ class _Sorter:
         self.moved: dict[fx.Node, fx.Node] = {}
 
     def sort_rows(self) -> None:
-        """Rewrite the part of the graph that computes by expert so that its rows (tokens) are sorted by expert: insert
-        the sort before it, change its operators, and restore the order of the rows that are read outside.
-        """
+        """Insert the sort of rows (tokens) by expert before the part of the graph that computes by expert, change the
+        part's operators, and restore the order of rows that are read outside of the part."""
         nodes = [n for n in self.graph.nodes if n in self.region.nodes]
         with self.graph.inserting_after(self.keys):
             found = self._append_call(ops.sort_experts.default, self.keys, self.keys, self.region.num_experts)
@@ -502,9 +487,8 @@ class _Sorter:
                 user.replace_input_with(node, back)
 
     def _rewrite_region_node(self, node: fx.Node) -> None:
-        """Change ``node``, an operator between the sort and its inverse, in place so that it reads sorted rows
-        (tokens). A product of each row with its expert's matrix becomes a grouped product.
-        """
+        """Change ``node``, an operator between the sort and its inverse, in place to read sorted rows (tokens). A
+        product of each row with its expert's matrix becomes a grouped product."""
         if node.target is _PRODUCT:
             rows, weight, _, *how = node.args
             node.target, node.args = ops.grouped_mm.default, (self._sort_operand(rows), weight, self.ends, *how)  # type: ignore[arg-type]
@@ -512,10 +496,9 @@ class _Sorter:
             node.args, node.kwargs = replace_operands(node, [self._sort_operand(o) for o in operands_of(node)])
 
     def _sort_operand(self, node: fx.Node) -> fx.Node:
-        """Return the node that replaces ``node`` when rows (tokens) are sorted by expert. ``node``: an operand of an
-        operator that computes by expert. If it has rows, or their expert numbers, from outside, the result is a sorted
-        copy, otherwise ``node`` itself.
-        """
+        """Return the node that replaces ``node``, an operand of an operator that computes by expert, when rows (tokens)
+        are sorted by expert: a sorted copy if ``node`` has rows or their expert numbers from outside; otherwise
+        ``node`` itself."""
         if node is not self.keys and node not in self.region.entries:
             return node
         if node not in self.moved:

@@ -1,16 +1,16 @@
-"""Rewrite experts that are separate modules in a list as one stack of experts.
+"""Rewrite experts that are separate modules to operators on stacked parameters of all experts.
 
 Requires and keeps meta tensors (``node.meta["val"]``) on every node. Requires normal form: products without bias, sums
 of two operands.
 
-:func:`stack_experts` rewrites a loop over modules, each applied to all rows and multiplied by its own column of
-weights, into products with stacked parameters. The results are equal, there are fewer operators, and the experts can be
-distributed over ranks. ``ParameterStacker`` makes the modules' parameters one state whose first dim counts the modules
-(:attr:`partitioner.passes.ir.model.ModelState.parts`).
+:func:`stack_experts` rewrites a loop over modules, each applied to all rows (tokens) and multiplied by its own column
+of gates, to products with stacked parameters. The results are equal, there are fewer operators, and the experts can be
+distributed over ranks. ``ParameterStacker`` stacks the modules' parameters to one state whose first dim is that of the
+modules (:attr:`partitioner.passes.ir.model.ModelState.parts`).
 
-:func:`replace_gathered_products` rewrites products with gathered parameters, one matrix for each row out of a stack.
-``bmm(weight[expert], x)`` reads a copy of an expert's matrix for every row; ``partition::expert_mm`` reads each matrix
-once.
+:func:`replace_gathered_products` rewrites products with gathered parameters, where each row has its own matrix of a
+stack. ``bmm(weight[expert], x)`` reads a copy of an expert's matrix for every row; ``partition::expert_mm`` reads each
+matrix once.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ aten = torch.ops.aten
 
 
 class NotMergeable(Exception):
-    """Raised if corresponding nodes of several experts compute different things, or something that cannot be merged."""
+    """Raised if corresponding nodes of several experts cannot be merged, for example because their operators differ."""
 
 
 class ParameterStacker:
     """Stacks the corresponding parameters of several experts in a captured graph into one parameter each.
 
-    ``captured``: the model, with the stacked parameters that were created so far. ``packed``: for each tuple of the
-    experts' placeholders, the placeholder of their stack.
+    ``captured``: the model, with the stacked parameters that were created so far. ``packed``: tuple of the experts'
+    placeholders -> placeholder of the stacked parameter.
     """
 
     def __init__(self, captured: Captured) -> None:
@@ -47,9 +47,8 @@ class ParameterStacker:
         self.packed: dict[tuple[fx.Node, ...], fx.Node] = {}
 
     def check_parameters(self, nodes: tuple[fx.Node, ...]) -> None:
-        """Raise :class:`NotMergeable` unless ``nodes``, the placeholders of one parameter of each expert, are distinct
-        parameters of one shape and dtype, each with one name only, so that they can be stacked.
-        """
+        """Raise :class:`NotMergeable` unless ``nodes``, the placeholders of one parameter of each expert, can be
+        stacked: they must be distinct parameters of the same shape and dtype, none of which has a second name."""
         states = [self.captured.states.get(self.captured.placeholders.get(n.name, "")) for n in nodes]
         kinds = {(s.kind, s.spec, s.requires_grad, s.aliases, s.parts) if s is not None else None for s in states}
         kind = kinds.pop()
@@ -59,7 +58,7 @@ class ParameterStacker:
     def pack_parameters(self, nodes: tuple[fx.Node, ...]) -> fx.Node:
         """Return the placeholder of one parameter that stacks the parameters ``nodes`` along a new dim 0.
 
-        It is created at the first call with these nodes.
+        The placeholder is created at the first call with these nodes.
         """
         if nodes in self.packed:
             return self.packed[nodes]
@@ -82,14 +81,13 @@ class ParameterStacker:
         return made
 
     def remove_placeholders(self) -> None:
-        """Remove the placeholders of stacked parameters from the graph, after a rewrite that was given up."""
+        """Remove the placeholders of stacked parameters from the graph, after a rewrite has failed."""
         for made in self.packed.values():
             self.captured.graph.erase_node(made)
 
     def remove_packed_parameters(self) -> Captured:
-        """Return the model without the single parameters that are now part of a stack; their placeholders are erased
-        from the graph.
-        """
+        """Return the model without the parameters that are now part of a stack, and erase their placeholders from the
+        graph."""
         placeholders, states = dict(self.captured.placeholders), dict(self.captured.states)
         for node in (n for nodes in self.packed for n in nodes):
             states.pop(placeholders.pop(node.name))
@@ -125,7 +123,7 @@ def stack_experts(captured: Captured) -> Captured:
 
 
 def is_plain_sum(node: fx.Node) -> bool:
-    """Return whether ``node`` adds two nodes, both of which have the shape of the result."""
+    """Return whether ``node`` adds two nodes that both have the shape of the result."""
     nodes = [a for a in node.args if isinstance(a, fx.Node)]
     return (
         node.target is aten.add.Tensor
@@ -136,16 +134,13 @@ def is_plain_sum(node: fx.Node) -> bool:
 
 
 def is_inner_sum(node: fx.Node) -> bool:
-    """Return whether the only reader of ``node`` is a sum of two values, so that ``node`` is a part of a longer sum and
-    not its end.
-    """
+    """Return whether ``node`` is part of a longer sum: its only reader adds it to one other value."""
     return len(node.users) == 1 and is_plain_sum(next(iter(node.users)))
 
 
 def list_addends(node: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
     """Return two values for the nested sum ``node``: the list of its addends, and the set of the nodes of its
-    two-operand sums.
-    """
+    additions."""
     found, sums = [], {node}
     for addend in node.all_input_nodes if len(node.all_input_nodes) == 2 else node.all_input_nodes * 2:
         if is_plain_sum(addend) and len(addend.users) == 1:
@@ -158,8 +153,8 @@ def list_addends(node: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
 
 
 class _ExpertSumRewriter:
-    """Rewrites one sum of the outputs of experts, which are separate modules, to operators on stacked tensors that have
-    the experts as an additional first dim.
+    """Rewrites a sum of the outputs of experts, which are separate modules, to operators on stacked tensors with an
+    additional first dim of experts.
 
     The corresponding nodes of all experts are visited together, from the outputs to the parameters. ``captured``: the
     model as one graph, which contains the sum. ``head``: the last addition of the sum.
@@ -176,10 +171,8 @@ class _ExpertSumRewriter:
         self.num = 0
 
     def stack_experts(self) -> bool:
-        """Rewrite the sum of this object, which adds the outputs of experts that are separate modules, to operators
-        that compute all experts at once, and return ``True``. Return ``False``, with an unchanged graph, if it is no
-        such sum.
-        """
+        """If ``self.head`` is a sum of the outputs of experts that are separate modules, rewrite it to operators that
+        compute all experts at once, and return ``True``. Otherwise, leave the graph unchanged and return ``False``."""
         if not is_plain_sum(self.head) or len(list_node_sizes(self.head)) != 2:
             return False
         addends, self.sums = list_addends(self.head)
@@ -221,8 +214,8 @@ class _ExpertSumRewriter:
         return None
 
     def _is_routed(self, addends: Sequence[fx.Node]) -> bool:
-        """Return whether ``addends``, the outputs of experts that are added, depend on a ``topk`` or similar over as
-        many scores as there are addends. This shows that a router chooses among the experts."""
+        """Return whether ``addends``, the outputs of experts, depend on a ``topk`` or similar operator over as many
+        scores as there are addends, so that a router chooses among the experts."""
         seen: set[fx.Node] = set()
         stack = list(addends)
         while stack:
@@ -233,11 +226,8 @@ class _ExpertSumRewriter:
         return any(n.target in CHOICES and list_node_sizes(n.args[0])[-1:] == [len(addends)] for n in seen)  # type: ignore[arg-type]
 
     def _check_stackable(self, nodes: tuple[fx.Node, ...]) -> None:
-        """Visit the operators that compute ``nodes``, the corresponding nodes of all experts (one for each).
-
-        Raises :class:`NotMergeable` unless all of these operators correspond to each other and can work on stacked
-        tensors.
-        """
+        """Raise :class:`NotMergeable` unless the operators that compute ``nodes``, the corresponding nodes of all
+        experts (one for each), correspond to each other and can work on stacked tensors."""
         if len(set(nodes)) == 1 or nodes in self.packed:
             return
         first = nodes[0]
@@ -262,9 +252,8 @@ class _ExpertSumRewriter:
             raise NotMergeable
 
     def _has_form(self, node: fx.Node) -> bool:
-        """Return whether the operator of ``node``, which works on one expert, can work on all experts at once, with the
-        experts as an additional first dim of its operands.
-        """
+        """Return whether the operator of ``node``, which works on one expert, can work on all experts at once if its
+        operands get an additional first dim of experts."""
         if node.target in _PRODUCTS:
             weight: Any = node.args[1]
             return len(node.args) == 2 and len(list_node_sizes(node)) == 2 and len(list_node_sizes(weight)) == 2
@@ -273,23 +262,23 @@ class _ExpertSumRewriter:
         return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
     def _is_self_contained(self) -> bool:
-        """Return whether nothing outside of the sum over experts reads the experts' parameters or intermediate values,
-        so that they can be replaced."""
+        """Return whether the experts' parameters and intermediate values can be replaced: nothing outside of the sum
+        over experts reads them."""
         inner = self.visited | {n for nodes in self.packed for n in nodes}
         return bool(self.packed) and all(u in self.visited or u in self.sums for n in inner for u in n.users)
 
     def _build_gated_sum(self, outputs: list[fx.Node], gates: list[fx.Node]) -> fx.Node:
-        """Append the sum of the experts' ``outputs``, each multiplied by its gate (shape ``[rows, 1]``) at the same
-        position of ``gates``, computed with stacked parameters, and return its node."""
+        """Append the sum of the experts' ``outputs``, each multiplied by its gate (shape ``[rows, 1]``) in ``gates``,
+        computed with stacked parameters, and return the node of the sum."""
         made, _ = self._stack_nodes(tuple(outputs))
         columns = self.build(aten.cat.default, gates, 1)
         weights = self.build(aten.unsqueeze.default, self.build(aten.transpose.int, columns, 0, 1), -1)
         return self.build(aten.sum.dim_IntList, self.build(aten.mul.Tensor, made, weights), [0])
 
     def _stack_nodes(self, nodes: tuple[fx.Node, ...]) -> tuple[fx.Node, bool]:
-        """Return (node, stacked) for ``nodes``, the corresponding nodes of all experts (one for each): one node with
-        their values along a new first dim, and ``True``. If all experts share one node, return this node and ``False``.
-        """
+        """Return (node, stacked) for ``nodes``, the corresponding nodes of all experts (one for each). If all experts
+        share one node, the result is this node and ``False``. Otherwise, it is a node with their values along a new
+        first dim, and ``True``."""
         if len(set(nodes)) == 1:
             return nodes[0], False
         if nodes not in self.made:
@@ -301,11 +290,8 @@ class _ExpertSumRewriter:
         return self.made[nodes]
 
     def _stack_operator(self, nodes: tuple[fx.Node, ...]) -> fx.Node:
-        """Append the operator of ``nodes``, the corresponding nodes of all experts, with the experts as an additional
-        first dim.
-
-        Return the new node.
-        """
+        """Append the operator of ``nodes``, the corresponding nodes of all experts, with an additional first dim of
+        experts, and return the new node."""
         first = nodes[0]
         if first.target in _PRODUCTS:
             x, x_stacked = self._stack_nodes(_collect_arguments(nodes, 0))
@@ -369,12 +355,9 @@ _PLACES = (aten.argmax.default, aten.argmin.default, aten.argsort.default)
 
 
 def replace_gathered_products(graph: fx.Graph) -> None:
-    """Rewrite batched products that read a copy of an expert's matrix for every row (token), such as
-    ``bmm(weight[expert], x)``.
-
-    They become the operator ``partition::expert_mm``, which multiplies each row by its expert's matrix without these
-    copies. ``graph`` is changed in place.
-    """
+    """Replace batched products that read a copy of an expert's matrix for every row (token), such as
+    ``bmm(weight[expert], x)``, by ``partition::expert_mm``, which multiplies each row by its expert's matrix without
+    copies. ``graph`` is changed in place."""
     for node in list(graph.nodes):
         if node.target in _BATCHED_PRODUCTS and len(node.args) == 2:
             with graph.inserting_before(node):
@@ -383,11 +366,8 @@ def replace_gathered_products(graph: fx.Graph) -> None:
 
 
 def _rewrite_gathered_product(node: fx.Node, build: Builder) -> None:
-    """Replace the batched product ``node`` by ``partition::expert_mm`` if it reads one matrix of a stack for each row
-    (token).
-
-    Any other product is left unchanged. ``build`` appends operators.
-    """
+    """If the batched product ``node`` reads one matrix of a stack for each row (token), replace it by
+    ``partition::expert_mm``; otherwise leave it unchanged. ``build`` appends operators."""
     left, right = node.args
     assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
     if len(list_node_sizes(left)) != 3 or len(list_node_sizes(right)) != 3:
@@ -417,8 +397,7 @@ def _rewrite_gathered_product(node: fx.Node, build: Builder) -> None:
 
 def _find_picked_matrices(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """Return (stack of matrices ``[n, k, m]``, index of the matrix for each row (token) ``[rows]``) if ``node`` reads
-    one matrix of the stack for each row, as ``weight[expert]`` does; else ``None``.
-    """
+    one matrix of the stack for each row, as ``weight[expert]`` does; otherwise ``None``."""
     if node.target == aten.index.Tensor and len(node.args[1]) == 1:  # type: ignore[arg-type]
         stack, picks = node.args[0], node.args[1][0]  # type: ignore[index]
     elif node.target == aten.index_select.default and node.args[1] == 0:
@@ -436,9 +415,8 @@ def _find_picked_matrices(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _is_below(node: Any, size: int) -> bool:
-    """Return whether the indices in ``node`` are known to be less than ``size``. This is known if they are positions
-    that ``topk`` or a similar operator chose among at most ``size`` scores.
-    """
+    """Return whether the indices in ``node`` are known to be less than ``size``. This is the case if ``topk`` or a
+    similar operator chose them among at most ``size`` scores."""
     while isinstance(node, fx.Node):
         if node.target in _VIEW_OPERATORS:
             node = node.args[0]

@@ -1,7 +1,7 @@
-"""Define marker operators for the masks and expert numbers that decide a data-dependent loop or branch of forward.
+"""Define marker operators for the masks and expert numbers on which a data-dependent loop or branch of forward depends.
 
-A trace inserts them; they return a copy of their operand. :func:`partitioner.passes.capture.capture.capture` removes
-them from its result.
+A trace inserts these operators, which return a copy of their operand.
+:func:`partitioner.passes.capture.capture.capture` removes them from its result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ for _name in ("hits", "hit"):
     torch.library.impl(f"partition::{_name}", "CompositeExplicitAutograd", lambda x, *_: x.clone(), lib=_library)
     torch.library.register_fake(f"partition::{_name}", lambda x, *_: torch.empty_like(x), lib=_library)
 HITS = torch.ops.partition.hits.default  # marks a stack of masks, one per expert along ``dim``
-# Marks the mask of the expert ``number`` or, with ``numbers``, the chosen numbers that contain it; ``listing``: the
-# number of the place in the trace that lists the expert's rows, on which a branch may depend.
+# Marks the mask of the expert ``number`` or, with ``numbers``, the chosen numbers that contain it. ``listing``: the
+# number of the operator call that lists the expert's rows, on which a branch may depend.
 HIT = torch.ops.partition.hit.default
 MARKS = (HITS, HIT)

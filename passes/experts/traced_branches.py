@@ -1,10 +1,11 @@
-"""Trace branches on whether any row has chosen an expert, as if every expert had rows.
+"""Trace branches on whether any row (token) has chosen an expert, as if every expert had rows.
 
-``if mask.any():`` and ``if rows.numel() == 0: continue`` skip experts without rows. Their outcome depends on the data,
-so a trace cannot know it. Inside :func:`trace_expert_branches` every such condition is answered as if there were rows.
-This is exact only if the traced branch has no effect for an expert without rows. ``passes/experts/traced_loops.py``
-proves this afterwards, from traces in which every other expert has no rows. For these proofs, the marker operator
-``partition::hit`` marks the masks and numbers that decide."""
+``if mask.any():`` and ``if rows.numel() == 0: continue`` skip experts without rows. The outcome of such conditions
+depends on data, so a trace cannot know it. Inside :func:`trace_expert_branches`, every such condition is evaluated as
+if there were rows. This is exact only if the traced branch has no effect for an expert without rows.
+``passes/experts/traced_loops.py`` proves this afterwards, from traces in which every other expert has no rows. For
+these proofs, the marker operator ``partition::hit`` marks the masks and numbers on which conditions depend.
+"""
 
 from __future__ import annotations
 
@@ -55,12 +56,13 @@ _MAX_ROWS = 1 << 20  # a number of rows that stands for any large one
 class TracedBranches:
     """Record of the branches of forward, in one trace, on whether an expert has rows (tokens that chose it).
 
-    A listing is one operator call in the trace that lists or counts the rows of an expert; listings are numbered from
-    1, and ``num_listings`` is their number. ``leaves_out``: branches are decided as if experts with even (0) or odd (1)
-    numbers had no rows; ``None``: as if all experts had rows. ``num_branches``: the number of branches. ``decided``:
+    A listing is an operator call of the trace that lists or counts the rows of an expert; listings are numbered from 1,
+    and ``num_listings`` is their number. ``leaves_out``: if 0 or 1, branches are traced as if experts with even or odd
+    numbers had no rows; if ``None``, as if all experts had rows. ``num_branches``: the number of branches. ``decided``:
     the listings on which a branch depended. ``changed``: whether a mask on which a branch depended was later written in
     place. ``marked``: pairs of a node and the marker operator through which the trace reads it. ``counted``: symbol of
-    a number of rows -> (the number, its listing, its expert)."""
+    a number of rows -> (the number, its listing, its expert).
+    """
 
     leaves_out: int | None = None
     num_branches: int = 0
@@ -76,34 +78,29 @@ class TracedBranches:
         return self.num_listings
 
     def has_rows(self, number: int, listing: int) -> bool:
-        """Return whether this trace goes on as if some row had chosen expert ``number``, and record that a branch of
-        forward depended on this.
-
-        ``listing``: the number of the place in the trace where the expert's rows (tokens) were listed.
-        """
+        """Return whether this trace assumes that some row (token) has chosen the expert ``number``, and record that a
+        branch of forward depended on this. ``listing``: the number of the operator call, from 1, that listed the
+        expert's rows."""
         self.num_branches += 1
         self.decided.add(listing)
         return number % 2 != self.leaves_out
 
     def register_count(self, rows: Any, listing: int, number: int) -> None:
         """Register ``rows``, a symbolic number of rows (tokens), so that branches of forward on whether it is zero can
-        be decided.
+        be traced.
 
         Args:
             rows: the symbolic size; other values are ignored.
-            listing: number of the place in the trace where the rows were listed.
+            listing: number of the operator call of the trace, from 1, that listed the rows.
             number: number of the expert whose rows they are.
         """
         if isinstance(rows, SymInt):
             self.counted[rows.node.expr] = rows, listing, number
 
     def decide(self, question: Any) -> bool:
-        """Fix the outcome of the symbolic condition ``question`` if it only tests whether an expert has rows (tokens
-        that chose it), and return ``True``.
-
-        The outcome depends on which experts have rows according to :attr:`leaves_out`. Return ``False`` for any other
-        condition, or for a row count that was not registered.
-        """
+        """If the symbolic condition ``question`` only tests whether an expert has rows (tokens that chose it), fix its
+        outcome according to :attr:`leaves_out`, and return ``True``. Return ``False`` for any other condition, or if
+        the row count was not registered."""
         symbols = [s for s in question.free_symbols if s in self.counted]
         if len(symbols) != 1 or len(question.free_symbols) != 1:
             return False
@@ -115,8 +112,8 @@ class TracedBranches:
         return True
 
     def drop_overwritten_masks(self) -> None:
-        """Set ``changed`` of this record if a mask that decided a branch was written in place afterwards, and forget
-        these masks; called at the end of a trace."""
+        """Set ``changed`` if a mask on which a branch depended was later written in place, and clear the record of
+        these masks. Called at the end of a trace."""
         self.changed |= any(is_written(mark, {find_allocating_node(chosen), mark}) for chosen, mark in self.marked)
         self.marked = []
 
@@ -124,14 +121,12 @@ class TracedBranches:
 @contextmanager
 def trace_expert_branches(branches: TracedBranches) -> Iterator[None]:
     """Return a context in which branches of forward on whether an expert has rows (tokens that chose it) can be traced.
-    ``branches``: decides the branches, by default as if the expert had rows, and records them.
-    """
+    ``branches``: determines the outcomes of the branches and records them."""
     plain: Callable[[SymBool], bool] = SymBool.__bool__
 
     def decide_condition(self: SymBool) -> bool:
-        """Replacement of ``SymBool.__bool__``: return the truth of a symbolic condition. If the condition only tests
-        whether an expert has rows (tokens), its outcome is fixed first.
-        """
+        """Return the truth of a symbolic condition, as ``SymBool.__bool__``, which this function replaces. If the
+        condition only tests whether an expert has rows (tokens), its outcome is fixed first."""
         try:
             return plain(self)
         except GuardOnDataDependentSymNode:
@@ -145,10 +140,9 @@ def trace_expert_branches(branches: TracedBranches) -> Iterator[None]:
 
 
 class _BranchMode(TorchFunctionMode):
-    """A torch function mode that lets forward branch, in a trace, on the rows (tokens) that a mask selects. It
-    intercepts torch functions that list these rows, count them, or test whether there are any. ``guards``: decides and
-    records the branches.
-    """
+    """A torch function mode that lets a traced forward branch on the rows (tokens) that a mask selects. It intercepts
+    torch functions that list these rows, count them, or test whether there are any. ``guards``: determines the outcomes
+    of the branches and records them."""
 
     def __init__(self, branches: TracedBranches) -> None:
         super().__init__()
@@ -157,11 +151,10 @@ class _BranchMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the torch function ``func`` with ``args`` and ``kwargs`` and return its result. If it lists the rows
-        (tokens) in which an expert's mask is true, it reads the mask through a marker operator, by which the mask is
-        found in the graph later. If it tests whether an expert has rows, the answer is a fixed Python boolean.
-        ``types``: unused.
-        """
+        """Call the torch function ``func`` with ``args`` and ``kwargs`` and return its result. If ``func`` lists the
+        rows (tokens) in which an expert's mask is true, it gets the mask through a marker operator, which shows the
+        mask in the graph. If it tests whether an expert has rows, the result is a fixed Python boolean. ``types``:
+        unused."""
         kwargs = kwargs or {}
         if get_proxy_mode() is None:
             return func(*args, **kwargs)
@@ -184,8 +177,8 @@ class _BranchMode(TorchFunctionMode):
 
     def _list_marked_rows(self, func: Callable[..., Any], mask: Tensor, kwargs: dict[str, Any]) -> Any:
         """Call ``func``, which lists the rows (tokens) where ``mask`` is true, and return its result. If ``mask``
-        selects the rows of an expert, ``func`` gets it through a marker operator, by which this place is found in the
-        graph later, and the number of rows is registered for branches.
+        selects the rows of an expert, ``func`` gets it through a marker operator, which shows the mask in the graph,
+        and the number of rows is registered for later branches.
 
         ``kwargs``: further arguments of ``func``.
         """
@@ -198,12 +191,12 @@ class _BranchMode(TorchFunctionMode):
         return made
 
     def _mark_queried_rows(self, query: _ExpertRowsQuery) -> int:
-        """Insert marker operators, which return their operand unchanged, after a mask and after chosen expert numbers,
-        so that the rest of the trace reads them through markers. Return the number of this listing (an operator call of
-        the trace that lists or counts rows), from 1.
+        """Insert marker operators (which return their operand unchanged) after a mask and after chosen expert numbers,
+        so that the rest of the trace reads them through the markers. Return the number, from 1, of this listing (an
+        operator call of the trace that lists or counts rows).
 
         Args:
-            query: what forward asks about the rows (tokens) of an expert, with the nodes of the mask and of the chosen
+            query: what forward tests about the rows (tokens) of an expert, with the nodes of the mask and of the chosen
                 numbers.
         """
         mode = get_proxy_mode()
@@ -221,11 +214,12 @@ class _BranchMode(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class _ExpertRowsQuery:
-    """What forward asks about the rows (tokens) that chose the expert ``number``: whether there are any, or how many.
+    """What forward tests about the rows (tokens) that chose the expert ``number``: whether there are any, or how many.
 
-    ``if_any``: whether a true (or non-zero) answer means that there are rows; false if it means that there are none.
+    ``if_any``: whether a true (or non-zero) value means that there are rows; if false, it means that there are none.
     ``masks``: the nodes of one mask, in several dtypes, that is true in these rows; may be empty. ``chosen``: the node
-    with the chosen numbers, or ``None``. At least one of ``masks`` and ``chosen`` is given."""
+    with the chosen numbers, or ``None``. At least one of ``masks`` and ``chosen`` is given.
+    """
 
     number: int
     if_any: bool
@@ -234,7 +228,7 @@ class _ExpertRowsQuery:
 
 
 def get_fx_node(value: Any) -> Any:
-    """Return the FX node of ``value`` in the present trace; ``None`` if there is none."""
+    """Return the FX node of ``value`` in the current trace; ``None`` if there is none."""
     mode = get_proxy_mode()
     slot = get_proxy_slot(value, mode.tracer, None) if mode is not None and isinstance(value, Tensor) else None
     return None if slot is None else slot.proxy.node
@@ -252,9 +246,8 @@ def _count_with_fixed_size(numbers: Tensor, weights: Tensor | None = None, minle
 
 
 def _find_rows_query(node: Any) -> _ExpertRowsQuery | None:
-    """Return the question that the value of ``node`` answers about the rows (tokens) that chose an expert: whether
-    there are any, or how many. Return ``None`` if the value answers no such question.
-    """
+    """If the value of ``node`` tells whether any rows (tokens) chose an expert, or how many, return this test as an
+    :class:`_ExpertRowsQuery`; otherwise return ``None``."""
     if_any = True
     while isinstance(node, fx.Node):
         args: Any = node.args
@@ -281,12 +274,12 @@ def _find_rows_query(node: Any) -> _ExpertRowsQuery | None:
 
 
 def _match_table_entry(node: Any, dim: int, index: Any, if_any: bool) -> _ExpertRowsQuery | None:
-    """Return the question about an expert's rows (tokens) that the element ``index`` of ``node`` along ``dim`` answers:
-    whether the expert with this number has any. Return ``None`` unless ``node`` has the row counts of all experts,
-    computed as a sum of masks, and ``index`` is an integer.
+    """If ``node`` has the row (token) counts of all experts, computed as a sum of masks, return the test whether the
+    expert ``index`` has rows, which the element ``index`` of ``node`` along ``dim`` answers. Otherwise, or if ``index``
+    is not an integer, return ``None``.
 
     Args:
-        if_any: whether a non-zero element means that the expert has rows.
+        if_any: whether a non-zero element means that the expert has rows; if false, it means that there are none.
     """
     node = skip_operators(node, CASTS)
     if (
@@ -304,9 +297,8 @@ def _match_table_entry(node: Any, dim: int, index: Any, if_any: bool) -> _Expert
 
 
 def _find_expert_number(node: Any) -> int | None:
-    """Return the number of the expert if ``node`` is the mask of the rows (tokens) that chose this expert; ``None`` if
-    it is no such mask.
-    """
+    """If ``node`` is the mask of the rows (tokens) that chose one expert, return the number of the expert; otherwise
+    return ``None``."""
     found = _find_mask_choice(node)
     if found is not None:
         return found[1]
@@ -319,9 +311,8 @@ def _find_expert_number(node: Any) -> int | None:
 
 
 def _find_mask_choice(node: Any) -> tuple[fx.Node, int] | None:
-    """Return (node with the chosen numbers, expert number) if the mask ``node`` compares the two; ``None`` if it is no
-    such mask.
-    """
+    """If the mask ``node`` compares chosen numbers with an expert number, return (node with the chosen numbers, expert
+    number); otherwise return ``None``."""
     choice = match_equality(node)
     return match_any_equality(node) if choice is None else (choice.chosen, choice.number)
 
@@ -333,13 +324,13 @@ def _is_same_node(node: fx.Node, chosen: fx.Node) -> bool:
 
 def find_empty_expert_masks(nodes: Sequence[fx.Node], parity: int, decided: Collection[int]) -> frozenset[fx.Node]:
     """Return the masks among ``nodes``, operators of an exported graph, that select the rows (tokens) of experts with
-    even or odd numbers. The caller replaces them by masks of zeros, as if no row had chosen these experts. A mask that
-    is computed from another such mask is left out.
+    even or odd numbers. The caller replaces these masks by zeros, as if no row had chosen these experts. A mask that is
+    computed from another such mask is left out.
 
     Args:
-        parity: 0 for the experts with even numbers, 1 for those with odd numbers.
-        decided: places in the trace, numbered from 1, where forward listed an expert's rows and branched on whether
-            there are any. Only masks of experts whose rows were listed at one of these places are returned.
+        parity: 0 for experts with even numbers, 1 for odd numbers.
+        decided: numbers, from 1, of the operator calls of the trace that list an expert's rows and on which a branch of
+            forward depended. Masks of experts whose rows none of these calls lists are left out.
     """
     marks: list[Any] = [n for n in nodes if n.target is HIT and n.args[2] in decided]
     if not marks:
@@ -358,5 +349,5 @@ def find_empty_expert_masks(nodes: Sequence[fx.Node], parity: int, decided: Coll
             pair = _find_mask_choice(node)
             if node in masks if pair is None else pair[1] % 2 == parity and key(*pair) in query:
                 tell.add(node)
-                first |= {node} if node.args[0] not in tell else set()  # otherwise it derives from a mask found before
+                first |= {node} if node.args[0] not in tell else set()  # otherwise computed from a mask in ``tell``
     return frozenset(first)

@@ -1,14 +1,16 @@
-"""Trace loops over the experts that some row has chosen as loops over all experts, and prove that this is exact.
+"""Trace loops over the experts that some row (token) has chosen as loops over all experts, and prove that this is
+exact.
 
 ``for i in mask.sum((1, 2)).nonzero():`` has one iteration for each expert with rows, which a trace cannot know. Inside
 :func:`trace_expert_loops` the loop has one iteration for every expert, and the marker operator ``partition::hits``
-marks the masks that decide. An iteration of an expert without rows then runs operators that the model would not run.
+marks the masks from which forward finds experts with rows. An iteration of an expert without rows runs operators that
+the model would not run.
 
 :func:`check_turns` proves that these iterations have no effect. Branches that ``passes/experts/traced_branches.py``
-traced are proven in the same way. Two more graphs are compared: the trace with empty masks for every other expert, and
-a trace without the iterations of these experts. Both are in normal form (rewritten to a small set of operators). Values
-that an empty mask fills, selects or adds up are removed, and then both graphs must be equal. Requires: meta tensors
-(``node.meta["val"]``) on every node, and normal form.
+traced are proven in the same way. Two further graphs are compared: the trace with empty masks for every other expert,
+and a trace without the iterations of these experts. Both are in normal form (rewritten to a small set of operators).
+Values that an empty mask fills, selects or adds up are removed, and then both graphs must be equal. Requires: meta
+tensors (``node.meta["val"]``) on every node, and normal form.
 """
 
 from __future__ import annotations
@@ -46,14 +48,15 @@ class TracedLoops:
 
     ``leaves_out``: 0 or 1 if the trace skips the iterations of experts with even or odd numbers; ``None`` if it skips
     none. ``num_loops``: the number of loops. ``left_early``: whether forward left a loop by ``break`` or an exception.
-    ``changed``: whether masks that decide about iterations were changed in place afterwards. ``iterations``: ``id`` of
-    a tensor that forward got as a loop index -> (the tensor, its expert number). ``branches``: record of branches on
-    whether an expert has rows; ``None`` if these are not traced."""
+    ``changed``: whether masks that determine the experts with rows were later written in place. ``iterations``: ``id``
+    of a tensor that forward got as a loop index -> (the tensor, its expert number). ``branches``: record of branches on
+    whether an expert has rows; ``None`` if these are not traced.
+    """
 
     leaves_out: int | None = None
     num_loops: int = 0
     left_early: bool = False
-    changed: bool = False  # whether a mask was changed after it decided about iterations
+    changed: bool = False  # whether a mask was written in place after it determined iterations
     # id of a loop index -> (the tensor, its expert number)
     iterations: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
     branches: TracedBranches | None = None  # None if branches are not traced
@@ -66,17 +69,18 @@ class TracedLoops:
         return self.num_loops > 0 or (self.branches is not None and self.branches.num_branches > 0)
 
     def with_branches(self) -> TracedLoops:
-        """Return an empty record of loops over experts for another trace, in which forward may also branch on whether
-        an expert has rows (tokens); a :class:`TracedBranches` in the result records these branches."""
+        """Return an empty record for another trace of loops over experts, in which forward may also branch on whether
+        an expert has rows (tokens). The record's :class:`TracedBranches` records these branches."""
         return TracedLoops(self.leaves_out, branches=TracedBranches(self.leaves_out))
 
     def without_parity(self, parity: int | None) -> TracedLoops:
-        """Return an empty record of loops over experts for another trace, which skips the iterations of experts with
-        even (``parity`` 0) or odd (1) numbers. ``None`` stands for a trace with all iterations."""
+        """Return an empty record for another trace of loops over experts, which skips the iterations of experts with
+        even (``parity`` 0) or odd (1) numbers, or no iterations (``None``)."""
         return TracedLoops(parity, branches=self.branches and TracedBranches(parity))
 
     def get_loop_index(self, number: int, *, listed: bool = False) -> Tensor:
-        """Return the tensor that forward gets as loop index in the iteration for the expert ``number``, and record it.
+        """Return the tensor that forward gets as loop index in the iteration for the expert ``number``, and record the
+        tensor.
 
         Args:
             listed: whether the tensor has the shape ``[1]``, as in a loop over the rows of ``nonzero()``; otherwise it
@@ -88,8 +92,7 @@ class TracedLoops:
 
     def check_complete(self) -> None:
         """Raise :class:`UnsupportedError` if forward left a traced loop over experts before its end, or if the masks
-        that decide which experts have rows (tokens) were changed in place after the loop had read them.
-        """
+        that determine which experts have rows (tokens) were written in place after the loop read them."""
         if self.changed or (self.branches is not None and self.branches.changed):
             raise UnsupportedError(
                 "the masks of the chosen experts are changed in place after they were read: change a copy of them, "
@@ -104,9 +107,8 @@ class TracedLoops:
 
 @contextmanager
 def trace_expert_loops(loops: TracedLoops) -> Iterator[None]:
-    """Return a context in which loops of forward over the experts that have rows (that some token chose) can be traced.
-    They are traced as loops over all experts, and ``loops`` records them.
-    """
+    """Return a context in which loops of forward over the experts that have rows (tokens that chose them) are traced as
+    loops over all experts. ``loops`` records these loops."""
     plain: Callable[[Tensor], Iterator[Tensor]] = Tensor.__iter__
 
     def iterate_experts(self: Tensor) -> Iterator[Any]:
@@ -125,10 +127,10 @@ def _iterate_marked_experts(
     reads the masks through marker operators, which return their operand unchanged and show in the graph which operators
     are in the loop.
 
-    ``loops``: the record of loops. ``rank``: the rank of the tensor over which forward loops; an index has no dims for
-    1, one dim for 2. ``masks``: the masks that decide which experts have rows, one for each dtype. ``dim``: their dim
-    of experts. ``first``: the first node that reduces the masks; a later write in place to a mask is recorded in
-    ``loops``, because the loop would not have seen it.
+    ``loops``: the record of loops. ``rank``: the number of dims of the tensor over which forward loops, 1 or 2; a loop
+    index has one dim fewer. ``masks``: the masks from which forward finds experts with rows, one for each dtype.
+    ``dim``: their dim of experts. ``first``: the first node that reduces the masks; a later write in place to a mask is
+    recorded in ``loops``.
     """
     mode = get_proxy_mode()
     assert mode is not None
@@ -154,9 +156,9 @@ def _iterate_marked_experts(
 
 
 class _LoopIndexMode(TorchFunctionMode):
-    """A function mode for loops over experts: where forward indexes a tensor by the loop index, which is itself a
-    tensor, it indexes by the expert's number as a Python int. ``hits``: the record of loops, which knows the number of
-    each index tensor."""
+    """A torch function mode for loops over experts: where forward indexes a tensor by the loop index, which is itself a
+    tensor, the index is replaced by the expert's number as a Python int. ``hits``: the record of loops, which has the
+    number of each index tensor."""
 
     def __init__(self, loops: TracedLoops) -> None:
         super().__init__()
@@ -165,9 +167,8 @@ class _LoopIndexMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the torch function ``func`` with ``args`` and ``kwargs`` and return its result. An index by a tensor
-        that forward got as loop index becomes an index by the number of its expert. ``types``: unused.
-        """
+        """Call the torch function ``func`` with ``args`` and ``kwargs`` and return its result. An index by the loop
+        index, a tensor, is replaced by an index by the expert's number. ``types``: unused."""
         if func is Tensor.__getitem__ and self.hits.iterations:
             of, index = args
             turn, number = self._find_expert_number(of), self._find_expert_number(index)
@@ -188,27 +189,24 @@ class _LoopIndexMode(TorchFunctionMode):
         return made
 
     def _find_expert_number(self, value: Any) -> int | None:
-        """Return the number of the expert for which ``value`` is the loop index; ``None`` if ``value`` is no loop
-        index."""
+        """Return the number of the expert whose loop index is ``value``; ``None`` if ``value`` is not a loop index."""
         held = self.hits.iterations.get(id(value)) if isinstance(value, Tensor) else None
         return None if held is None else held[1]
 
 
 def _is_iteration_mask(mask: Any) -> bool:
-    """Return whether ``mask`` is the mask of the rows (tokens) of a single expert, selected inside a traced loop over
-    the experts that have rows. Such a mask is true for at least one row, so the trace may assume that a list of its
-    rows is not empty.
-    """
+    """Return whether ``mask`` is the mask of a single expert's rows (tokens), selected inside a traced loop over the
+    experts that have rows. Such a mask is true for at least one row, so the trace may assume that it lists at least one
+    row."""
     node = get_fx_node(mask)
     node = None if node is None else skip_operators(node, (*ALIKE, *SHAPED))
     return node is not None and node.target is aten.select.int and node.args[0].target is HITS
 
 
 def _find_listed_masks(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | None:
-    """Return the masks from which ``value`` lists the experts that some row (token) chose, as ``nonzero`` of the masks'
-    sum does; ``None`` if ``value`` is no such list. The result is (list of mask tensors, index of their dim of experts,
-    first node that reduces them). The list has one tensor for each dtype to which the mask was cast.
-    """
+    """If ``value`` lists the experts that some row (token) chose, as ``nonzero`` of a sum of masks does, return (list
+    of mask tensors, their dim of experts, first node that reduces the masks). The list has one tensor for each dtype to
+    which the mask was cast. Otherwise, return ``None``."""
     mode, node = get_proxy_mode(), get_fx_node(value)
     if mode is None or node is None:
         return None
@@ -241,8 +239,7 @@ def _find_listed_masks(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | Non
 
 def is_iteration_of_parity(node: fx.Node, parity: int) -> bool:
     """Return whether ``node`` is the mask of the rows (tokens) that chose one expert, selected in a traced loop over
-    experts, and the expert's number is even (``parity`` 0) or odd (1).
-    """
+    experts, and the expert's number is even (if ``parity`` is 0) or odd (if 1)."""
     args: Any = node.args
     if node.target is not aten.select.int or args[0].target is not HITS:
         return False
@@ -252,9 +249,8 @@ def is_iteration_of_parity(node: fx.Node, parity: int) -> bool:
 
 def append_empty_mask(graph: fx.Graph, node: fx.Node, where: dict[str, Any]) -> fx.Node:
     """Append to ``graph`` a mask of zeros that replaces ``node``, the mask of the rows (tokens) that chose one expert,
-    as if no row had chosen it. Return the new node. ``where``: entries of the new node's ``meta``: its module path
-    (``path``), source line (``source``) and so on.
-    """
+    as if no row had chosen it. Return the new node. ``where``: entries of the new node's ``meta``, such as its module
+    path (``path``) and source line (``source``)."""
     value: Tensor = node.meta["val"]
     made = insert_operator_node(
         graph, aten.full.default, (list(value.shape), 0), {"dtype": value.dtype, "device": META}
@@ -276,8 +272,8 @@ def check_turns(empty: fx.Graph, left_out: fx.Graph) -> None:
     """Raise :class:`UnsupportedError` unless the graphs of two traces of a model are equal after simplification. Both
     graphs are changed.
 
-    Equality proves that iterations of a loop over experts have no effect if the expert has no rows (tokens), so that a
-    loop over all experts computes the same.
+    Equality proves that an iteration of a loop over experts has no effect if the expert has no rows (tokens), so that a
+    loop over all experts computes the same result.
 
     Args:
         empty: graph of a trace in which the row masks of some experts are zeros.

@@ -21,33 +21,33 @@ operator                             backward                 change of layout
 ``products_scatter``                 not differentiated       ``reduce_scatter`` of a sum of matrix products
 ``axis_index``                       (an integer)             this rank's index on the axis, a 0-d int64 tensor
 ``dispatch``                         ``combine``              sends rows to the ranks of their experts
-``combine``                          ``dispatch``             sends the rows back to where they came from
+``combine``                          ``dispatch``             sends the rows back to their ranks
 ``context_attention``                its ``_backward``        local queries attend to the keys of all ranks
-``context_document_attention``       its ``_backward``        the same within documents, whose ids are exchanged, too
-``context_scored_attention``         its ``_backward``        the same with changed scores or prefixes of documents
+``context_document_attention``       its ``_backward``        ``context_attention`` within documents; ids are exchanged
+``context_scored_attention``         its ``_backward``        ``context_document_attention`` with scores or prefixes
 ===================================  =======================  ==============================================
 
-The number of rows that go to an expert depends on the data. ``route`` determines it. It has three results: the order of
-the rows by expert; the numbers of rows that go to and come from each rank (two rows of counts on the CPU, exchanged
-once at a fixed size); and the expert of every received row, counted from this rank's first expert. ``dispatch`` and
-``combine`` read these results, in forward and backward. Every rank takes part in all three operators, even without
-rows. In a graph, the number of received rows is the one that results if all experts get equally many rows; tracing for
-gradients (``passes/shard/differentiate.py``) makes it symbolic.
+The number of rows (tokens) that go to an expert depends on data. ``route`` determines it and returns three results: the
+order of the rows by expert; the numbers of rows sent to and received from each rank (two rows of counts on the CPU,
+exchanged once at a fixed size); and the expert of every received row, counted from this rank's first expert.
+``dispatch`` and ``combine`` read these results, in forward and backward. Every rank takes part in all three operators,
+even if it has no rows. In a graph, the number of received rows is that of a balanced router; tracing for gradients
+(``passes/shard/differentiate.py``) makes this number symbolic.
 
-``gather_products`` and ``products_scatter`` communicate in pieces while they multiply. They are in forward and backward
-graphs only, where ``passes/shard/overlap_products.py`` puts them. ``weights`` are ``[in, out]``; the rows of the
-operands are all dims but the last. ``gather_products`` returns the gathered tensor, and one product for each weight, to
-which the vector at the same place of ``biases`` is added. ``products_scatter`` multiplies ``x`` and ``more`` with one
-weight each; ``shape`` is that of the sum before it is scattered along ``dim``. ``pieces``: the number of pieces, a
-multiple of the number of ranks or a divisor of it.
+``gather_products`` and ``products_scatter`` communicate in pieces while they multiply. They occur only in forward and
+backward graphs, where ``passes/shard/overlap_products.py`` inserts them. ``weights`` are ``[in, out]``; all dims but
+the last of the operands count as rows. ``gather_products`` returns the gathered tensor and one product for each weight,
+to which the vector at the same position of ``biases`` is added. ``products_scatter`` multiplies ``x`` and each tensor
+of ``more`` by its own weight; ``shape`` is the shape of the sum before it is scattered along ``dim``. ``pieces``: the
+number of pieces, a multiple or a divisor of the number of ranks.
 
-``context_attention`` is attention within a band (``passes/ops/attention.py``) over a sequence of which each rank has a
-part, in order or in ``zigzag`` (one piece from the start and one from the end). ``algorithm`` says how keys and values
-are exchanged: by an ``all_gather``, or by sends in a ``ring``. It is one operator because the computation depends on
-the rank's index, which a graph that is equal on all ranks cannot express. Backward exchanges keys and values again, so
-that a rank saves only its own part. ``context_document_attention`` is the same within documents
+``context_attention`` is attention within a band of positions (``passes/ops/attention.py``) over a sequence of which
+each rank has a part, contiguous or ``zigzag`` (one piece from the start and one from the end). ``algorithm`` says how
+keys and values are exchanged: by an ``all_gather``, or by sends in a ``ring``. It is a single operator because the
+computation depends on the rank's index, and the graph must be equal on all ranks. Backward exchanges keys and values
+again, so that a rank saves only its own part. ``context_document_attention`` restricts attention to documents
 (``passes/ops/documents.py``); every rank gathers the document ids of all positions, which are small.
-``context_scored_attention`` also changes scores and shows prefixes (``passes/ops/scored_attention.py``).
+``context_scored_attention`` also changes scores and has prefixes (``passes/ops/scored_attention.py``).
 """
 
 from __future__ import annotations
@@ -104,18 +104,17 @@ ops = torch.ops.partition
 
 
 def _make_scaled_result(x: Tensor, dim: int, times: int, over: int) -> Tensor:
-    """Return an empty tensor for shape inference, in place of the result of a collective along one dim. It has the
-    shape of ``x``, with the size of ``dim`` multiplied by ``times`` and divided by ``over``. ``times``: the number of
-    ranks for an all-gather, otherwise 1. ``over``: the number of ranks for a reduce-scatter, otherwise 1.
-    """
+    """Return an empty result of a collective along one dim, for shape inference: it has the shape of ``x``, with the
+    size of ``dim`` multiplied by ``times`` and divided by ``over``. ``times``: the number of ranks for an all-gather,
+    otherwise 1. ``over``: the number of ranks for a reduce-scatter, otherwise 1."""
     shape = list(x.shape)
     shape[dim] = shape[dim] * times // over
     return x.new_empty(shape)
 
 
 def _make_attention_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Return empty results of attention for shape inference: the output ``[b, h, s, d_v]``, and ``[b, h, s]``, the
-    logsumexp of each query's scores. The operator's other arguments are not read.
+    """Return two empty results of attention for shape inference: the output ``[b, h, s, d_v]``, and the logsumexp of
+    each query's scores, ``[b, h, s]``. The operator's other arguments are ignored.
 
     ``q``, ``k``, ``v``: queries, keys and values ``[b, h, s, d]`` (batch, heads, positions, width) of one rank.
     """
@@ -126,10 +125,8 @@ def _make_attention_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[T
 def _create_attention_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return empty gradients of queries, keys and values ``[b, h, s, d]``, for shape inference of attention's backward.
-    The operator's other arguments are not read. ``grad``: the gradient of the result, which is not read. ``q``, ``k``,
-    ``v``: queries, keys and values of one rank.
-    """
+    """Return three empty gradients of queries, keys and values ``[b, h, s, d]``, for shape inference of attention's
+    backward. ``q``, ``k``, ``v``: queries, keys and values of one rank. All other arguments are ignored."""
     return (
         _make_position_major(q, q.shape[-1]),
         _make_position_major(k, k.shape[-1]),
@@ -141,12 +138,12 @@ def create_scored_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, prefix: Tensor | None, slopes: Tensor | None,
     *options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return empty gradients of queries, keys, values and ALiBi slopes of an attention with changed scores, for shape
-    inference of its backward. The gradient of the slopes has no elements unless the last of ``options`` is true, which
-    says that the slopes are trained. The operator's other arguments are not read.
+    """Return four empty gradients of queries, keys, values and ALiBi slopes of an attention with changed scores, for
+    shape inference of its backward. The last of ``options`` says whether the slopes are trained; if not, their gradient
+    has no elements. All other arguments are ignored.
 
     ``q``, ``k``, ``v``: queries, keys and values ``[b, h, s, d]`` of one rank. ``slopes`` ``[h]``: the slope of each
-    head; ``None`` for none.
+    head, or ``None``.
     """
     sums = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
     like = q.new_empty(0, dtype=sums) if slopes is None else slopes
@@ -154,23 +151,23 @@ def create_scored_gradients(
 
 
 def _make_position_major(like: Tensor, width: int) -> Tensor:
-    """Return an empty tensor of shape ``[b, h, s, width]`` whose strides are those of a contiguous ``[b, s, h,
-    width]``, as attention kernels return it.
+    """Return an empty tensor of shape ``[b, h, s, width]`` stored in memory as ``[b, s, h, width]``, like the results
+    of attention kernels.
 
-    ``like``: a tensor ``[b, h, s, d]`` that gives ``b``, ``h``, ``s``, dtype and device. ``width``: the size of the
-    last dim.
+    ``like``: a tensor ``[b, h, s, d]``, from which ``b``, ``h``, ``s``, dtype and device are taken. ``width``: the size
+    of the last dim.
     """
     batch, heads, length, _ = like.shape
     return like.new_empty((batch, length, heads, width)).transpose(1, 2)
 
 
 def _make_route_results(experts: Tensor, num_experts: int, axis: str, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return empty results, for shape inference, of the operator ``route``, which decides to which of ``size`` ranks
-    each row is sent: the order of the rows by expert ``[t]``; the counts ``[2, size]`` of rows sent to, and received
-    from, each rank; and the expert number of each received row.
+    """Return three empty results, for shape inference, of the operator ``route``, which determines the rank to which
+    each row (token) is sent: the order of the rows by expert ``[t]``; the counts ``[2, size]`` of rows sent to, and
+    received from, each rank; and the expert number of each received row.
 
-    ``experts`` ``[t]``: the expert number of each row. The number of received rows is symbolic if the trace has
-    symbolic shapes, else ``t``. ``num_experts`` and ``axis``, the other arguments of the operator, are not read.
+    ``experts`` ``[t]``: the expert number of each row. ``size``: the number of ranks. If the trace has symbolic shapes,
+    the number of received rows is symbolic; otherwise it is ``t``. The other arguments are ignored.
     """
     rows: Any = experts.shape[0]
     device: Any = experts.device
@@ -185,11 +182,11 @@ def _make_route_results(experts: Tensor, num_experts: int, axis: str, size: int)
 def _make_gathered_products(
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None], dim: int, axis: str, size: int, pieces: int
 ) -> list[Tensor]:
-    """Return empty results of ``gather_products`` for shape inference: the tensor that an all-gather joins from the
-    ranks' shards, and one product ``[rows, out]`` of its rows with each of ``weights`` ``[in, out]``. The other
-    arguments are not read.
+    """Return the empty results of ``gather_products`` for shape inference: the tensor that an all-gather concatenates
+    from the ranks' shards, and the product ``[rows, out]`` of its rows with each matrix of ``weights`` ``[in, out]``.
 
-    ``x``: one rank's shard. ``dim``: the dim along which shards are joined. ``size``: the number of ranks.
+    ``x``: one rank's shard. ``dim``: the dim along which shards are concatenated. ``size``: the number of ranks. The
+    other arguments are ignored.
     """
     whole = _make_scaled_result(x, dim, size, 1)
     return [whole, *(whole.new_empty((whole.numel() // whole.shape[-1], w.shape[1])) for w in weights)]
@@ -229,9 +226,9 @@ _library.impl("axis_index", lambda axis, size: torch.empty((), dtype=torch.int64
 
 
 def _make_argument_saver(*names: str) -> Any:
-    """Return the ``setup_context`` of an operator's autograd function. It stores, for backward, the operator's
-    arguments after the first in ``ctx.kept``: a dict with the keys ``names``, one for each of these arguments.
-    """
+    """Return a function that is the ``setup_context`` of an operator's autograd function. It stores the operator's
+    arguments after the first for backward, as a dict in ``ctx.kept``. ``names``: the keys of the dict, one for each of
+    these arguments."""
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.kept = dict(zip(names, inputs[1:], strict=True))
@@ -369,7 +366,7 @@ torch.library.register_autograd(
     f"{NAMESPACE}::context_scored_attention", _scored_backward, setup_context=_save_scored_context, lib=_library
 )
 
-ROUTED = frozenset({"route", "dispatch", "combine"})  # they communicate numbers of rows that depend on the data
+ROUTED = frozenset({"route", "dispatch", "combine"})  # communicate a data-dependent number of rows
 
 CONTEXT = frozenset(
     {
@@ -388,8 +385,8 @@ COMMUNICATING = (
 
 
 def collective_name(target: Any) -> str | None:
-    """Return the name, such as ``all_gather``, of ``target`` if this node target is a collective operator of this
-    project; ``None`` for any other one."""
+    """If the node target ``target`` is a collective operator of this project, return its name, such as ``all_gather``;
+    otherwise return ``None``."""
     if isinstance(target, torch._ops.OpOverload):
         name = str(target._overloadpacket.__name__)
         return name if name in _SCHEMAS and target.namespace == NAMESPACE else None

@@ -1,16 +1,17 @@
-"""Find which values need a gradient, which gradients each call of a block reads and returns, and what is trained.
+"""Find which values need a gradient, which gradients each call of a block reads and returns, and which parameters are
+trained.
 
 :func:`mark_gradients` marks the nodes of a block for all of its calls at once; sharding layouts are chosen from these
 marks. Requires: meta tensors (``node.meta["val"]``) on every node. Provides: ``node.meta["grad"]`` on every node of
 every block, which is true if some call of the block needs the node's gradient.
 
-:func:`compute_gradient_flow` computes for each call exactly which gradients its backward reads and returns, as programs
-need.
+:func:`compute_gradient_flow` computes exactly which gradients the backward of each call reads and returns, for
+programs.
 
 :func:`freeze_unreached` removes ``requires_grad`` from parameters that no gradient reaches, because every path to the
 loss leads through ``detach`` or through values without gradients. Torch leaves the gradient of such a parameter
-``None``, so no optimizer changes it; with a gradient of zeros, weight decay would. Requires: a captured graph in normal
-form (rewritten to a small set of operators).
+``None``, so no optimizer changes it; with a gradient of zeros, weight decay would change it. Requires: a captured graph
+in normal form (rewritten to a small set of operators).
 """
 
 from __future__ import annotations
@@ -33,8 +34,7 @@ def stops_gradient(node: fx.Node) -> bool:
 
 def is_differentiable(value: Any) -> bool:
     """Return whether ``value``, a meta tensor, has a dtype that can carry a gradient (floating-point or complex). For a
-    tuple of meta tensors, return whether any of them has.
-    """
+    tuple of meta tensors, return whether any of them has such a dtype."""
     if isinstance(value, tuple | list):
         return any(is_differentiable(v) for v in value)
     return isinstance(value, Tensor) and can_have_gradient(value.dtype)
@@ -45,16 +45,14 @@ def can_have_gradient(dtype: torch.dtype) -> bool:
 
 
 def accumulated_in(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which tensors of the type ``dtype`` and their gradients are summed.
-
-    This is float32 for floating-point types of less than 4 bytes, and ``dtype`` itself for all others.
-    """
+    """Return the dtype in which tensors of the dtype ``dtype`` and their gradients are summed: float32 for
+    floating-point dtypes of less than 4 bytes, ``dtype`` itself for all others."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 def mark_block(block: Block, sources: set[str]) -> tuple[bool, ...]:
     """Set ``node.meta["grad"]`` on the nodes of ``block``, the graph of a piece of the model: whether a gradient flows
-    from the node back to one of ``sources``. Return the mark of each output of the block, in order.
+    from the node back to one of ``sources``. Return a tuple of these flags for the outputs of the block, in order.
 
     Args:
         sources: names of the placeholders that need a gradient.
@@ -74,11 +72,11 @@ def mark_block(block: Block, sources: set[str]) -> tuple[bool, ...]:
 
 
 def mark_gradients(model: FoldedModel, train: bool = True) -> set[str]:
-    """Set ``node.meta["grad"]`` (whether the node needs a gradient) in all blocks of ``model``. Return the names of the
-    outputs of calls that need one.
+    """Set ``node.meta["grad"]`` (whether the node needs a gradient) in all blocks of ``model``. Return the names of all
+    call outputs that need a gradient.
 
     A block is the graph of a piece of the model, such as a layer, which several calls execute. The graph is marked once
-    for all of its calls: a placeholder needs a gradient if it does in any of them.
+    for all of its calls: a placeholder needs a gradient if it needs one in any call.
 
     Args:
         train: if false, no value needs a gradient.
@@ -115,8 +113,8 @@ class CallLike(Protocol):
     """Protocol of a call, the execution of a block (the graph of a piece of the model, such as a layer) on given
     values.
 
-    It has the block's name, and the names of the parameters and buffers (``states``) and the other values that it reads
-    (``inputs``) and produces (``outputs``).
+    ``block``: the block's name. ``states``: the names of the parameters and buffers that the call reads. ``inputs``:
+    the names of the other values that it reads. ``outputs``: the names of the values that it produces.
     """
 
     @property
@@ -130,11 +128,10 @@ class CallLike(Protocol):
 
 
 def find_gradient_paths(block: Block) -> tuple[tuple[int, ...], ...]:
-    """Return, for each output of the graph ``block``, a tuple with the positions of the placeholders that the gradient
+    """Return a tuple with, for each output of the graph ``block``, the positions of the placeholders that the gradient
     of this output reaches.
 
-    Positions are indices from 0 that count the placeholders of parameters and buffers first, then those of other
-    inputs.
+    Positions are indices from 0: first the placeholders of parameters and buffers, then those of other inputs.
     """
     reached: dict[fx.Node, frozenset[int]] = {}
     for position, node in enumerate(block.placeholders):
@@ -152,7 +149,7 @@ class GradientFlow:
 
     ``values``: names of the values through which a gradient flows from the loss to a trained parameter. ``states`` and
     ``inputs``: for each call, in order, the names of the parameters and of the input values that receive a gradient
-    from its backward. A call for which both are empty has no backward.
+    from its backward. If both are empty for a call, the call has no backward.
     """
 
     values: frozenset[str]
@@ -169,7 +166,8 @@ def compute_gradient_flow(
     trainable: Collection[str],
     loss: str | None,
 ) -> GradientFlow:
-    """Return which values, parameters and inputs receive a gradient when ``loss`` is differentiated.
+    """Find the values, parameters and inputs of calls that receive a gradient when ``loss`` is differentiated, and
+    return them.
 
     Args:
         calls: the calls of blocks (graphs of pieces of the model, such as layers), in execution order.
@@ -198,9 +196,8 @@ def compute_gradient_flow(
 
 
 def freeze_unreached(captured: Captured) -> Captured:
-    """Return the captured model ``captured`` with ``requires_grad`` removed from parameters that no gradient of the
-    loss reaches, so that no optimizer changes them, as in torch.
-    """
+    """Return ``captured`` with ``requires_grad`` set to false for parameters that no gradient of the loss reaches, so
+    that no optimizer changes them, as in torch."""
     if captured.loss is None:
         return captured
     reached = _find_gradient_nodes(captured.graph, captured.loss)
@@ -213,7 +210,7 @@ def freeze_unreached(captured: Captured) -> Captured:
 
 
 def _find_gradient_nodes(graph: fx.Graph, loss: str) -> set[str]:
-    """Return the set of names of the nodes of ``graph`` that the gradient of the node ``loss`` reaches."""
+    """Return the names of the nodes of ``graph`` that the gradient of the node ``loss`` reaches."""
     reached = {loss}
     for node in reversed(graph.nodes):
         if node.name in reached and node.op == "call_function" and not stops_gradient(node):

@@ -1,4 +1,4 @@
-"""Keys of caches: cached hashes for frozen dataclasses, and keys that are compared by identity."""
+"""Cache keys: cached hashes for frozen dataclasses, and keys that are compared by identity."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ _HASH_ATTRIBUTE = "_found_hash"
 
 
 def hashed_once(of: type[T]) -> type[T]:
-    """Make the frozen dataclass ``of`` compute the hash of each instance once and cache it. Return ``of``, as a class
-    decorator.
+    """Class decorator that makes the frozen dataclass ``of`` compute the hash of each instance only once and cache it.
 
     The cached hash is not pickled, because hashes of strings differ between processes.
     """
@@ -33,10 +32,10 @@ def hashed_once(of: type[T]) -> type[T]:
 
 
 class SameObject(Generic[T]):
-    """A cache key that equals another key only if both have the same object ``value``.
+    """A cache key that equals another key only if both have the same object ``value``, compared by identity.
 
-    It is for values without a hash, or whose comparison takes long. The key keeps the object alive, so a later object
-    never matches it by accident, as a key by ``id(value)`` could.
+    It is for values that are not hashable or slow to compare. The key keeps the object alive, so a later object cannot
+    match it by accident, as with a key ``id(value)``.
     """
 
     __slots__ = ("value",)

@@ -1,7 +1,7 @@
-"""Replace in-place operators by functional ones if this changes no other value.
+"""Replace in-place operators by functional ones where this changes no other value.
 
-Requires: a flat graph of one export. Provides: an equivalent graph without those in-place operators whose target is a
-fresh tensor, written as a whole or through one view. All other in-place operators stay;
+Requires: a flat graph of one export. Provides: an equivalent graph without the in-place operators that write to a newly
+allocated tensor, as a whole or through one view. All other in-place operators stay;
 ``ExportedProgram.run_decompositions`` replaces them by tracing the whole graph again.
 """
 
@@ -19,8 +19,8 @@ aten = torch.ops.aten
 
 _ITEM = operator.getitem
 
-# View -> operator that returns its operand with a new value at the view's place. Both take the same arguments after the
-# first.
+# View -> operator that returns a copy of its operand in which the viewed elements have new values. Both take the same
+# arguments after the first.
 _FUNCTIONAL_OPERATORS: dict[Any, Any] = {
     aten.slice.Tensor: aten.slice_scatter.default,
     aten.select.int: aten.select_scatter.default,
@@ -32,7 +32,7 @@ def remove_inplace(graph: fx.Graph) -> bool:
     """Replace in-place operators in ``graph`` by functional ones, in place, where no other value may share the written
     memory.
 
-    Return whether no operator that writes to its arguments is left.
+    Return true if no operator that writes to its arguments is left.
     """
     order = {node: position for position, node in enumerate(graph.nodes)}
     clean = True
@@ -48,7 +48,8 @@ def _refresh_without_gradients(graph: fx.Graph) -> None:
     """Run all operators of ``graph`` again on fake tensors (which have no values) with gradients off, and store the
     results in ``node.meta["val"]``.
 
-    The strides of the results depend on which attention kernel torch selects, and gradients change this selection.
+    This is needed because the strides of results depend on the attention kernel that torch selects, which depends on
+    gradients.
     """
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
@@ -183,11 +184,11 @@ def _allocates_result(node: fx.Node) -> bool:
 
 
 def _infer_matching_value(new_node: fx.Node, old: fx.Node, *, strides: bool) -> bool:
-    """Compute the fake result of the new node ``new_node``, store it in ``new_node.meta["val"]``, and return whether it
-    has the shape and dtype of the result of ``old``, the node that it is to replace.
+    """Compute the fake result of the new node ``new_node``, store it in ``new_node.meta["val"]``, and return whether
+    its shape and dtype equal those of ``old``, the node to replace.
 
     Args:
-        strides: whether the strides must be equal too.
+        strides: whether the strides must be equal, too.
     """
     wanted = old.meta.get("val")
     values: Any = fx.node.map_arg((new_node.args, new_node.kwargs), lambda n: n.meta.get("val"))

@@ -1,8 +1,8 @@
 """Run graphs: on meta tensors to infer shapes and dtypes, and on real tensors to compute results.
 
 ``node.meta["val"]`` is a tensor on ``meta`` (a tuple of them for operators with several results). Operators that create
-tensors have the argument ``device=meta``, which stands for the device of the rank that runs them. Results on real
-tensors are the reference with which later forms of the model are compared.
+tensors have the argument ``device=meta``, which stands for the device of the rank that runs the operators. Results on
+real tensors are the reference with which later forms of the model are compared.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ META = torch.device("meta")
 # Cache: (operator, arguments) -> result. Layers repeat, and so do the candidates of a search.
 _known: dict[Any, Any] = {}
 _MAX_CACHED_RESULTS = 1 << 14
-_elementwise: dict[Any, torch.dtype] = {}  # the same without shapes, of elementwise operators -> dtype of the result
+_elementwise: dict[Any, torch.dtype] = {}  # (elementwise operator, dtypes and constants) -> dtype of the result
 
 
 def infer_meta_value(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Return the result of the operator ``target`` on meta tensors, which have shapes and dtypes but no elements. The
-    result is cached and may be shared: do not change it.
+    result is cached and may be shared, so it must not be changed.
 
-    ``args``, ``kwargs``: its arguments, with meta tensors.
+    ``args``, ``kwargs``: the operator's arguments, with meta tensors.
     """
     if target is operator.getitem and isinstance(args[0], tuple | list):
-        return args[0][args[1]]  # builds no key of the other items, which may be hundreds
+        return args[0][args[1]]  # avoids a key of the other items, which may be hundreds
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
         return _run_on_meta(target, args, kwargs)  # an active mode may change the result
     try:
         key = (target, torch.get_default_dtype(), build_argument_key(args), build_argument_key(tuple(kwargs.items())))
         known = _known.get(key, _known)
-    except TypeError:  # an argument without a key
+    except TypeError:  # an argument is not hashable
         return _run_on_meta(target, args, kwargs)
     if known is _known:
         if len(_known) >= _MAX_CACHED_RESULTS:
@@ -53,9 +53,9 @@ def infer_meta_value(target: Callable[..., Any], args: Any, kwargs: Mapping[str,
 
 
 def _infer_elementwise(target: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return the result of an elementwise operator on contiguous meta tensors of which one has the shape of the result.
-    The dtype is that of an earlier result on operands with the same dtypes and other shapes, if there is one, so that
-    the operator need not run. Return ``None`` for any other operator or operands."""
+    """Return the meta tensor that an elementwise operator returns, if its operands are contiguous meta tensors and one
+    of them has the shape of the result. The operator is not run if the result's dtype is known from an earlier call
+    with the same dtypes. Return ``None`` for any other operator or operands."""
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags or kwargs:
         return None
     tensors = [a for a in args if isinstance(a, Tensor)]
@@ -76,7 +76,8 @@ def _infer_elementwise(target: Any, args: Any, kwargs: Mapping[str, Any]) -> Ten
 
 
 def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a new tensor of this shape. Dims of size 1 have them, too, unlike in ``is_contiguous``."""
+    """Return the strides of a new contiguous tensor of this shape, including those of dims of size 1 (which
+    ``is_contiguous`` ignores)."""
     steps = [1]
     for size in reversed(shape[1:]):
         steps.append(steps[-1] * max(size, 1))
@@ -84,8 +85,8 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def build_argument_key(argument: Any) -> Any:
-    """Return a hashable key of ``argument``, an operator's argument. Keys are equal for equal constants, and for
-    tensors of equal shape, strides, dtype and device. Raises ``TypeError`` for a tensor subclass."""
+    """Return a hashable key of the operator argument ``argument``. Equal constants have equal keys, and so do tensors
+    of equal shape, strides, dtype and device. Raises ``TypeError`` for a tensor subclass."""
     if isinstance(argument, Tensor):
         if type(argument) is not Tensor:
             raise TypeError("a tensor of another kind")
@@ -130,14 +131,13 @@ def _run_on_meta(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any
 
 
 def resolve_meta_values(argument: Any) -> Any:
-    """Return ``argument`` (an argument of an operator, or a nested container of them) with every graph node in it
-    replaced by the node's meta tensor, ``node.meta["val"]``."""
+    """Return ``argument`` (an operator argument, or a nested container of them) with every graph node replaced by its
+    meta tensor, ``node.meta["val"]``."""
     return fx.node.map_arg(argument, lambda node: node.meta["val"])
 
 
 def refresh_node_value(node: fx.Node) -> None:
-    """Compute ``node.meta["val"]``, the meta tensor that stands for the node's result, again from those of its
-    operands.
+    """Recompute ``node.meta["val"]``, the meta tensor of the node's result, from the meta tensors of its operands.
 
     Raises :class:`UnsupportedError` if the operator has no kernel for meta tensors.
     """
@@ -162,7 +162,7 @@ def refresh_node_value(node: fx.Node) -> None:
 
 
 def refresh_graph_values(graph: fx.Graph) -> None:
-    """Compute the meta tensors (``node.meta["val"]``) of all operators of ``graph`` again, in order."""
+    """Recompute the meta tensors (``node.meta["val"]``) of all operators of ``graph``, in order."""
     for node in graph.nodes:
         if node.op == "call_function":
             refresh_node_value(node)
@@ -179,8 +179,8 @@ def insert_operator_node(
 
     Args:
         target: the operator.
-        args: its positional arguments, with nodes in place of tensors.
-        kwargs: its keyword arguments; ``None`` for none.
+        args: the operator's positional arguments, with nodes in place of tensors.
+        kwargs: the operator's keyword arguments; ``None`` for none.
         like: a node from which the metadata ``path``, ``source`` and ``grad`` are copied; ``None`` for none.
     """
     node = graph.call_function(target, args, dict(kwargs or {}))

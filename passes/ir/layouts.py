@@ -11,12 +11,12 @@ kind    the tensor                                             its gradient
 ``R'``  whole on every rank, read by a sharded operator        a partial sum
 ======  =====================================================  =========================
 
-A result has the layout ``S``, ``R`` or ``P``. An operator needs its operands as ``S``, ``R`` or ``R'``; if it is
-linear, it can also take ``P`` and return ``P``.
+A result has the layout ``S``, ``R`` or ``P``. An operator reads operands with the layout ``S``, ``R`` or ``R'``; if it
+is linear, it can also read ``P`` and return ``P``.
 
-All shards have the same size. ``sections`` says that the dim is a concatenation of parts, each of which is sharded
-separately. For example, a fused ``[q; k; v]`` projection of sizes 64, 16, 16 over two ranks puts ``q[:32], k[:8],
-v[:8]`` on rank 0. ``()`` means one section.
+All shards have the same size. ``sections`` are the sizes of parts of the dim, each of which is sharded separately. For
+example, a fused ``[q; k; v]`` projection of sizes 64, 16, 16 over two ranks puts ``q[:32], k[:8], v[:8]`` on rank 0.
+``()`` means that the dim is sharded as one part.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Kind = Literal["S", "R", "P", "R'"]
-# name endings of the block that computes sums over the batch, and of the one that reads them
+# name suffixes of the block that computes sums over the batch, and of the block that reads them
 TOTALS, REST = ".totals", ".rest"
 
 
@@ -41,10 +41,11 @@ TOTALS, REST = ".totals", ".rest"
 class Layout:
     """How a tensor is distributed over the ranks of one mesh axis: sharded, whole on every rank, or a partial sum.
 
-    ``kind``: ``S`` sharded on ``dim``, ``R`` whole on every rank, ``P`` a partial sum, or ``R'`` whole on every rank
-    with a partial sum as gradient. The other fields apply to ``S`` only. ``sections``: sizes of parts of the dim that
-    are sharded separately; empty for one part. ``zigzag``: the dim is cut into twice as many pieces as ranks, and each
-    rank has two, one counted from the start and one from the end of the dim, which balances causal attention.
+    ``kind``: ``S`` (sharded on ``dim``), ``R`` (whole on every rank), ``P`` (a partial sum) or ``R'`` (whole on every
+    rank, with a partial sum as gradient). The other fields apply to ``S`` only. ``sections``: sizes of parts of the dim
+    that are sharded separately; empty if the dim is sharded as one part. ``zigzag``: whether the dim is cut into twice
+    as many pieces as ranks, so that each rank has two pieces, one counted from the start and one from the end of the
+    dim, which balances causal attention.
     """
 
     kind: Kind
@@ -102,17 +103,15 @@ def make_shard_layout(dim: int, sections: tuple[int, ...] = (), zigzag: bool = F
 
 
 def list_sections(layout: Layout, size: int) -> tuple[int, ...]:
-    """Return the sizes, in elements, of the parts of a sharded dim that ``layout`` shards separately, such as the q, k
-    and v parts of a fused projection; ``(size,)`` if the dim is sharded as one part. ``size``: number of elements of
-    the dim.
-    """
+    """Return a tuple with the sizes, in elements, of the parts of a sharded dim that ``layout`` shards separately, such
+    as the q, k and v parts of a fused projection; ``(size,)`` if the dim is sharded as one part. ``size``: number of
+    elements of the dim."""
     return layout.sections or (size,)
 
 
 def can_shard_evenly(layout: Layout, shape: tuple[int, ...], num_ranks: int) -> bool:
     """Return whether ``layout`` gives all ``num_ranks`` ranks of a mesh axis shards of equal size for a tensor of
-    ``shape``; true if it does not shard.
-    """
+    ``shape``; true if ``layout`` is not sharded."""
     if not layout.is_shard:
         return True
     if layout.dim >= len(shape):
@@ -122,13 +121,11 @@ def can_shard_evenly(layout: Layout, shape: tuple[int, ...], num_ranks: int) -> 
 
 
 def list_rank_pieces(layout: Layout, num_ranks: int) -> list[list[int]]:
-    """Return, for each of ``num_ranks`` ranks, which pieces of the sharded dim it has under ``layout``. The dim is
-    divided into equal pieces, and each list has the indices (from 0) of a rank's pieces, in the order in which the rank
-    stores them.
+    """Return a list with, for each of ``num_ranks`` ranks, the indices (from 0) of its pieces of the sharded dim under
+    ``layout``, in the order in which the rank stores them. The dim is divided into equal pieces.
 
-    A plain shard has one piece for each rank. A zigzag shard has two: for rank ``r``, the one with the index ``r`` from
-    the start and the one with the index ``r`` from the end. If the dim has several separately sharded parts, each part
-    is divided in this way.
+    A plain shard has one piece per rank. A zigzag shard has two: for rank ``r``, piece ``r`` from the start and piece
+    ``r`` from the end. If the dim has several separately sharded parts, each part is divided in this way.
     """
     if layout.zigzag:
         return [[r, 2 * num_ranks - 1 - r] for r in range(num_ranks)]
@@ -136,16 +133,16 @@ def list_rank_pieces(layout: Layout, num_ranks: int) -> list[list[int]]:
 
 
 def local_shape(layout: Layout, shape: tuple[int, ...], num_ranks: int) -> tuple[int, ...]:
-    """Return the shape of one rank's part of a tensor with the global ``shape``, distributed over ``num_ranks`` ranks
-    by ``layout``."""
+    """Return the shape of one rank's part of a tensor with the global shape ``shape`` that is distributed over
+    ``num_ranks`` ranks by ``layout``."""
     if not layout.is_shard:
         return shape
     return tuple(s // num_ranks if d == layout.dim else s for d, s in enumerate(shape))
 
 
 def shard_slices(layout: Layout, size: int, num_ranks: int, index: int) -> list[tuple[int, int]]:
-    """Return (start, length), in elements, of each slice of the sharded dim that rank ``index`` of ``num_ranks`` holds
-    under ``layout``, in order. ``size``: the number of elements in the sharded dim of the whole tensor."""
+    """Return a list of (start, length), in elements: the slices of the sharded dim that rank ``index`` of ``num_ranks``
+    holds under ``layout``, in order. ``size``: the number of elements of the dim in the whole tensor."""
     pieces, start = [], 0
     mine = list_rank_pieces(layout, num_ranks)[index]
     for section in list_sections(layout, size):
@@ -157,8 +154,8 @@ def shard_slices(layout: Layout, size: int, num_ranks: int, index: int) -> list[
 
 def take_shard(tensor: Tensor, layout: Layout, num_ranks: int, index: int) -> Tensor:
     """Return the part of the whole ``tensor`` that rank ``index`` of ``num_ranks`` holds under ``layout``; the tensor
-    itself if it is not sharded."""
-    import torch  # imported here, because code that only reads a plan does without torch
+    itself if ``layout`` is not sharded."""
+    import torch  # imported here, because code that only reads plans must not import torch
 
     if not layout.is_shard or num_ranks == 1:
         return tensor
@@ -170,9 +167,7 @@ def take_shard(tensor: Tensor, layout: Layout, num_ranks: int, index: int) -> Te
 
 
 class Shard(NamedTuple):
-    """Which part of a tensor one rank of a mesh axis holds: the part of rank ``rank`` of ``num_ranks`` under
-    ``layout``.
-    """
+    """The part of a tensor that rank ``rank`` of the ``num_ranks`` ranks of a mesh axis holds under ``layout``."""
 
     layout: Layout
     num_ranks: int
@@ -180,9 +175,8 @@ class Shard(NamedTuple):
 
 
 def take_shards(tensor: Tensor, shards: Sequence[Shard]) -> Tensor:
-    """Return one rank's part of the whole ``tensor``, which is distributed over several mesh axes. ``shards`` has one
-    entry for each axis: the first one is taken from the whole tensor, and each further one from the part that the entry
-    before it gives.
+    """Return one rank's part of the whole ``tensor``, which is distributed over several mesh axes. ``shards``: one
+    entry for each axis. The first entry is applied to the whole tensor, each further one to the previous entry's part.
     """
     for layout, num_ranks, rank in shards:
         tensor = take_shard(tensor, layout, num_ranks, rank)
@@ -190,9 +184,9 @@ def take_shards(tensor: Tensor, shards: Sequence[Shard]) -> Tensor:
 
 
 def join_shards(parts: list[Tensor], layout: Layout) -> Tensor:
-    """Return the whole tensor from ``parts``, the parts of all ranks of a mesh axis in order of rank, distributed as
-    ``layout`` says. Shards are concatenated and partial sums are added. Of replicas, the first is returned.
-    """
+    """Return the whole tensor of which ``parts`` are the parts of all ranks of a mesh axis, in order of rank, under
+    ``layout``. Shards are concatenated and partial sums are added. If every rank has the whole tensor, the first is
+    returned."""
     import torch
 
     if layout.kind == "P":
@@ -212,8 +206,8 @@ def join_shards(parts: list[Tensor], layout: Layout) -> Tensor:
 def _split_shard_slices(
     part: Tensor, layout: Layout, size: int, num_ranks: int, rank: int
 ) -> tuple[list[tuple[int, int]], tuple[Tensor, ...]]:
-    """Return two lists for the part of a tensor that one rank holds under ``layout``: (start, length) of each slice in
-    the sharded dim of the whole tensor, and the slices of ``part`` themselves. ``part``: the shard of rank ``rank`` of
+    """Return two lists for the part of a tensor that one rank holds under ``layout``: the (start, length) of each slice
+    in the sharded dim of the whole tensor, and the slices of ``part``. ``part``: the shard of rank ``rank`` of
     ``num_ranks``. ``size``: the number of elements in the dim of the whole tensor."""
     slices = shard_slices(layout, size, num_ranks, rank)
     return slices, part.split([length for _, length in slices], layout.dim)

@@ -1,12 +1,11 @@
 """Represent Python numbers as 0-dimensional tensors of the graph, so that a plan is valid for other numbers, too.
 
-A training script schedules numbers: a loss weight, a temperature, the step itself. A trace would make the present
+A training script schedules numbers: a loss weight, a temperature, the step itself. A trace would make the current
 number a constant. ``forward`` therefore gets a :class:`LiftedNumber`, which computes with a 0-dimensional tensor of the
-graph. It keeps Python's type rules: a number does not change the dtype of the tensors that it is combined with. A
-question that only the number itself can answer (``if beta > 0``) is answered with the planned number and becomes a
-:class:`Guard`. A run with another number evaluates the guard again, and refuses the number if the answer differs. A use
-that a tensor cannot represent (``float(beta)``, ``range(n)``) raises :class:`NotLiftable`, and the number stays a
-constant.
+graph. As with Python numbers, it does not change the dtype of the tensors that it is combined with. A condition on the
+number (``if beta > 0``) is evaluated with the planned number and becomes a :class:`Guard`. A run with another number
+evaluates the guard again, and refuses the number if the outcome differs. A use that a tensor cannot represent
+(``float(beta)``, ``range(n)``) raises :class:`NotLiftable`, and the number stays a constant.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ class NotLiftable(Exception):
 class Guard:
     """A condition on Python numbers that the traced forward branched on: ``expression`` evaluated to ``outcome``.
 
-    ``expression``: a nested tuple such as ``("gt", ("given", "beta"), ("number", 0))`` for ``beta > 0``. ``"given"``
-    stands for the input with this path, ``"state"`` for an attribute that forward changes, and ``"number"`` for a
-    constant. ``where`` is the source line in forward, as ``file:line``.
+    ``expression``: a nested tuple such as ``("gt", ("given", "beta"), ("number", 0))`` for ``beta > 0``. ``"given"`` is
+    followed by the path of an input, ``"state"`` by the name of an attribute that forward changes, and ``"number"`` by
+    a constant. ``where`` is the source line in forward, as ``file:line``.
     """
 
     expression: Expression
@@ -48,8 +47,8 @@ class Guard:
     where: str = ""
 
     def holds(self, numbers: Mapping[str, Number]) -> bool:
-        """Return whether the condition has the recorded outcome for other ``numbers``, so that the plan is valid for
-        them. The keys of ``numbers`` are paths of inputs or names of attributes.
+        """Return whether the condition has its recorded outcome for the values ``numbers``, so that the plan is valid
+        for them. The keys of ``numbers`` are paths of inputs or names of attributes.
 
         The result is true if a number of the condition is missing in ``numbers``, and false if the expression cannot be
         evaluated.
@@ -63,8 +62,7 @@ class Guard:
 
     @property
     def reads_state(self) -> bool:
-        """Return whether this condition, on which a traced forward branched, reads a number that forward itself
-        changes, such as a step counter."""
+        """Return whether this condition reads a number that forward itself changes, such as a step counter."""
         return _reads_state(self.expression)
 
     def __str__(self) -> str:
@@ -81,10 +79,10 @@ def _reads_state(expression: Expression) -> bool:
 
 @dataclass
 class LiftScope:
-    """A record of how forward used its lifted numbers (Python numbers that are traced as tensors).
+    """Record of how forward used its lifted numbers (Python numbers that are traced as tensors).
 
     ``flipped``: conditions whose outcome is inverted, to trace the other branch. ``guards``: all conditions so far.
-    ``find_line``: returns the present source line of forward. ``problem``: the first use that a tensor cannot
+    ``find_line``: returns the current source line of forward. ``problem``: the first use that a tensor cannot
     represent, as text; empty if there is none.
     """
 
@@ -94,14 +92,12 @@ class LiftScope:
     problem: str = ""  # the first use that a tensor cannot represent, with its line
 
     def start(self) -> None:
-        """Clear this record of how forward uses its numbers. This method is called when forward begins, so that uses in
-        earlier calls do not count."""
+        """Clear this record of how forward uses its numbers. Called when forward begins."""
         self.guards.clear()
         self.problem = ""
 
     def refuse(self, use: str) -> NotLiftable:
-        """Record that forward uses a number in a way that a tensor cannot represent, and return the exception that the
-        caller must raise.
+        """Record that forward uses a number in a way that a tensor cannot represent, and return the exception to raise.
 
         ``use``: the use as text, such as ``float()``.
         """
@@ -109,8 +105,9 @@ class LiftScope:
         return NotLiftable(self.problem)
 
     def decide(self, expression: Expression, outcome: bool) -> bool:
-        """Record a condition on numbers that forward branches on, and return its outcome. The outcome is recorded and
-        returned inverted if the condition is in ``flipped``, the conditions whose other branch is to be traced.
+        """Record a condition on numbers that forward branches on, and return its outcome. If the condition is in
+        ``flipped``, the conditions whose other branch is to be traced, the outcome is inverted before it is recorded
+        and returned.
 
         ``expression``: the condition as a nested tuple, such as ``("gt", ("given", "beta"), ("number", 0))``, which
         says that the input ``beta`` is greater than 0. ``outcome``: its outcome for the numbers of the batch for which
@@ -128,7 +125,7 @@ class LiftScope:
 class NumberOperator:
     """An operator that traced code can apply to Python numbers, such as ``+`` or ``math.sqrt``.
 
-    ``on_numbers`` is the Python function. ``on_tensors`` is the equivalent on 0-dimensional tensors of float64 or
+    ``on_numbers``: the Python function. ``on_tensors``: the equivalent function on 0-dimensional tensors of float64 or
     int64; ``None`` for comparisons. ``symbol``: how the operator is written in Python source; empty for a function.
     ``real``: whether operands are converted to float64 first.
     """
@@ -194,8 +191,8 @@ _DOMAINS: dict[str, tuple[int, str, Number]] = {
 
 
 def evaluate_expression(expression: Expression, numbers: Mapping[str, Number]) -> Any:
-    """Return the value of ``expression``, a nested tuple such as ``("mul", ("given", "beta"), ("number", 2))`` for
-    twice the input ``beta``, for the given ``numbers``.
+    """Evaluate ``expression``, a nested tuple such as ``("mul", ("given", "beta"), ("number", 2))`` for twice the input
+    ``beta``, and return its value.
 
     ``numbers``: the values of inputs, by path (``"given"`` in the expression), and of attributes that forward changes,
     by name (``"state"``). Raises ``KeyError`` if one is missing.
@@ -231,9 +228,9 @@ def format_expression(expression: Expression) -> str:
 class LiftedNumber:
     """Replacement of a Python number while forward is traced; arithmetic on it appends operators to the graph.
 
-    ``value``: the number itself, as in the batch for which the plan is made; it decides branches of forward.
-    ``tensor``: the 0-dimensional tensor that stands for it. ``expression``: how it is computed from inputs and
-    attributes, as a nested tuple. ``scope``: records the conditions that are decided by it.
+    ``value``: the number in the batch for which the plan is made, with which conditions of forward are evaluated.
+    ``tensor``: the 0-dimensional tensor that represents the number. ``expression``: how the number is computed from
+    inputs and attributes, as a nested tuple. ``scope``: records conditions on the number.
     """
 
     __slots__ = ("expression", "scope", "tensor", "value")
@@ -251,11 +248,11 @@ class LiftedNumber:
     def __deepcopy__(self, memo: Any) -> LiftedNumber:
         return self
 
-    # -- questions that only the number can answer
+    # -- conditions and conversions that need the number itself
 
     def _decide_comparison(self, name: str, other: Any) -> Any:
-        """Return the outcome of comparing this number with the number ``other`` and record it; ``NotImplemented`` if
-        ``other`` is no number.
+        """Compare this number with the number ``other``, record the comparison, and return its outcome; return
+        ``NotImplemented`` if ``other`` is not a number.
 
         ``name``: the comparison, such as ``lt``.
         """
@@ -284,8 +281,8 @@ class LiftedNumber:
         return self._compare_with_value("ne", other)
 
     def _compare_with_value(self, name: str, other: Any) -> Any:
-        """Compare this number with ``other``: return a tensor for a tensor, or the recorded outcome for a number. The
-        outcome is that for the number in the batch for which the plan is made.
+        """Compare this number with ``other``. If ``other`` is a tensor, return a tensor. If it is a number, return the
+        outcome for the batch for which the plan is made, which is recorded.
 
         ``name``: the comparison, such as ``lt``.
         """
@@ -298,7 +295,7 @@ class LiftedNumber:
 
     def is_integer(self) -> bool:
         """Return whether this number is whole, like :meth:`float.is_integer`. The plan is valid only for inputs with
-        the same answer."""
+        the same result."""
         return bool(apply_number_operator("mod", self, 1) == 0)
 
     def _refuse_number_use(self, use: str) -> Any:
@@ -357,16 +354,14 @@ class LiftedNumber:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call the torch function ``func`` with ``args`` and ``kwargs``, in which lifted numbers (Python numbers that
-        are traced as tensors) are replaced by their 0-dimensional tensors, and return its result. ``types``: unused.
-        """
+        """Call the torch function ``func`` and return its result. Lifted numbers (Python numbers that are traced as
+        tensors) in ``args`` and ``kwargs`` are replaced by their 0-dimensional tensors. ``types``: unused."""
         return func(*_replace_lifted_numbers(func, args), **_replace_lifted_numbers(func, args, kwargs or {}))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        """Apply the operator that equals the NumPy function ``ufunc`` to ``inputs``, one of which is this number, and
-        return the result. Raise :class:`NotLiftable` for a NumPy function without such an operator, a ``method`` other
-        than ``"__call__"``, or keyword arguments. ``method``: how NumPy calls the function.
-        """
+        """Apply the operator that is equivalent to the NumPy function ``ufunc`` to ``inputs``, one of which is this
+        number, and return the result. ``method``: how NumPy calls the function. Raise :class:`NotLiftable` if there is
+        no such operator, if ``method`` is not ``"__call__"``, or if there are keyword arguments."""
         name = _UFUNCS.get(ufunc.__name__)
         if method != "__call__" or kwargs or name is None or not all(map(_is_number, inputs)):
             return self._refuse_number_use(f"numpy.{ufunc.__name__}")
@@ -382,17 +377,13 @@ _UFUNCS = {
 
 
 def _make_binary_method(name: str, swapped: bool) -> Callable[[Any, Any], Any]:
-    """Return a method such as ``__add__``, or ``__radd__`` if ``swapped``, for lifted numbers (Python numbers that are
-    traced as tensors).
-
-    ``name``: the operator, such as ``add``.
-    """
+    """Return a method of lifted numbers (Python numbers that are traced as tensors) for a binary operator: one such as
+    ``__add__``, or, if ``swapped`` is true, one such as ``__radd__``. ``name``: the operator, such as ``add``."""
 
     def method(self: Any, other: Any) -> Any:
         """Apply one binary operator, such as ``+``, to this lifted number (a Python number that is traced as a tensor)
-        and ``other``. The result is a tensor if ``other`` is a tensor, a lifted number if it is a number, and
-        ``NotImplemented`` if it is anything else.
-        """
+        and ``other``. The result is a tensor if ``other`` is a tensor, a lifted number if ``other`` is a number, and
+        ``NotImplemented`` otherwise."""
         if isinstance(other, Tensor):
             mine = _match_number_dtype(self, [other])
             function = OPERATORS[name].on_tensors
@@ -413,7 +404,7 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
 def is_lifted(value: Any) -> bool:
     """Return whether ``value`` is a :class:`LiftedNumber`, a Python number that is traced as a tensor.
 
-    ``isinstance`` cannot tell, because such a number reports the class ``int`` or ``float``.
+    ``isinstance`` cannot be used, because a lifted number reports the class ``int`` or ``float``.
     """
     return type(value) is LiftedNumber
 
@@ -423,9 +414,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _get_number(value: Any) -> Number:
-    """Return the Python number that ``value`` stands for. If ``value`` is a lifted number (a Python number that is
-    traced as a tensor), this is its value in the batch for which the plan is made; otherwise it is ``value`` itself.
-    """
+    """Return the Python number of ``value``. For a lifted number (a Python number that is traced as a tensor), this is
+    the number in the batch for which the plan is made; otherwise it is ``value`` itself."""
     return value.value if is_lifted(value) else value  # type: ignore[no-any-return]
 
 
@@ -435,10 +425,10 @@ def _get_expression(value: Any) -> Expression:
 
 def apply_number_operator(name: str, *operands: Any) -> Any:
     """Apply an operator such as ``add`` or ``sqrt`` to ``operands``, Python numbers of which at least one is lifted
-    (traced as a tensor). Return a lifted number.
+    (traced as a tensor), and return the result as a lifted number.
 
-    ``name``: the operator's name, such as ``add`` for ``+``. Raises :class:`NotLiftable` if the result cannot be
-    represented by a tensor.
+    ``name``: the operator's name, such as ``add`` for ``+``. Raises :class:`NotLiftable` if a tensor cannot represent
+    the result.
     """
     scope = next(o.scope for o in operands if is_lifted(o))
     if name in _DOMAINS:
@@ -460,8 +450,8 @@ def apply_number_operator(name: str, *operands: Any) -> Any:
 
 
 def _make_tensor(value: Any, real: bool) -> Tensor:
-    """Return the Python number ``value``, lifted (traced as a tensor) or not, as a 0-dimensional tensor: float64 if
-    ``real``, else int64."""
+    """Return the Python number ``value``, which may be lifted (traced as a tensor), as a 0-dimensional tensor: float64
+    if ``real`` is true, otherwise int64."""
     dtype = torch.float64 if real else torch.int64
     if is_lifted(value):
         tensor: Tensor = value.tensor
@@ -480,7 +470,7 @@ def _match_number_dtype(number: LiftedNumber, others: Sequence[Tensor], same_dty
 
     Args:
         others: the tensor operands with which the number is combined.
-        same_dtype: whether the operator requires operands of one dtype.
+        same_dtype: whether the operator requires operands of the same dtype.
     """
     tensor = number.tensor
     real = [t for t in others if t.is_floating_point() or t.is_complex()]
@@ -521,17 +511,15 @@ def _replace_lifted_numbers(func: Any, args: Any, tree: Any = None) -> Any:
 
 
 class _ConstructorMode(TorchFunctionMode):
-    """A function mode in which torch functions whose arguments must be Python numbers, such as ``torch.full``, accept
-    lifted numbers, too. A lifted number is a Python number that is traced as a tensor.
-    """
+    """A torch function mode in which torch functions that require Python numbers, such as ``torch.full``, also accept
+    lifted numbers (Python numbers that are traced as tensors)."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call the torch function ``func`` with ``args`` and ``kwargs`` and return its result. If a lifted number (a
-        Python number that is traced as a tensor) is among the arguments, an equivalent function that accepts it is
-        called. ``types``: unused.
-        """
+        """Call the torch function ``func`` with ``args`` and ``kwargs`` and return its result. If an argument is a
+        lifted number (a Python number that is traced as a tensor), call an equivalent function that accepts it.
+        ``types``: unused."""
         kwargs = dict(kwargs or {})
         if func in _MAKERS and any(map(is_lifted, (*args, *kwargs.values()))):
             return _MAKERS[func](*args, **kwargs)
@@ -539,8 +527,8 @@ class _ConstructorMode(TorchFunctionMode):
 
 
 def _make_scalar(number: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    """Return the 0-dimensional tensor of ``number``, a lifted number (a Python number that is traced as a tensor).
-    ``dtype``: its dtype; ``None`` for the dtype that torch gives a Python number."""
+    """Return a 0-dimensional tensor of ``number``, a lifted number (a Python number that is traced as a tensor).
+    ``dtype``: the tensor's dtype; ``None`` for the dtype that torch gives to a Python number."""
     kind = torch.get_default_dtype() if isinstance(number.value, float) else torch.int64
     made: Tensor = number.tensor.to(dtype or kind)
     return made
@@ -587,10 +575,7 @@ _MAKERS: dict[Any, Callable[..., Any]] = {
 @contextlib.contextmanager
 def trace_number_functions() -> Iterator[None]:
     """Return a context in which ``min``, ``max``, functions of ``math``, and functions of torch such as ``torch.full``
-    accept lifted numbers.
-
-    A lifted number replaces a Python number during a trace and computes with a 0-dimensional tensor.
-    """
+    also accept lifted numbers (Python numbers that are traced as tensors)."""
     patches = [
         mock.patch.object(builtins, "min", _wrap_extreme_function("min", builtins_min)),
         mock.patch.object(builtins, "max", _wrap_extreme_function("max", builtins_max)),
@@ -610,15 +595,16 @@ def trace_number_functions() -> Iterator[None]:
 
 
 def _wrap_math_function(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``original``, a function of Python's module ``math``, so that it also accepts lifted numbers (Python numbers
-    that are traced as tensors), and return the wrapper.
+    """Return a wrapper of ``original``, a function of Python's module ``math``, that also accepts lifted numbers
+    (Python numbers that are traced as tensors).
 
-    ``name``: the operator that is applied if an argument is lifted, such as ``sqrt``; otherwise ``original`` is called.
+    ``name``: the operator to apply if an argument is lifted, such as ``sqrt``; otherwise, ``original`` is called.
     """
 
     def call(*args: Any) -> Any:
-        """Return the value of a function of ``math`` for ``args``. If a lifted number (a Python number that is traced
-        as a tensor) is among them, apply the equivalent operator of the graph; otherwise call the function itself."""
+        """Return the value of a function of ``math`` for ``args``. If an argument is a lifted number (a Python number
+        that is traced as a tensor), the equivalent operator of the graph is applied; otherwise, the function itself is
+        called."""
         if not any(type(a) is LiftedNumber for a in args):
             return original(*args)
         if name == "log" and len(args) == 2:
@@ -631,15 +617,15 @@ def _wrap_math_function(name: str, original: Callable[..., Any]) -> Callable[...
 
 
 def _wrap_extreme_function(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Python's ``min`` or ``max`` so that it also accepts lifted numbers (Python numbers that are traced as
-    tensors), and return the wrapper.
+    """Return a wrapper of Python's ``min`` or ``max`` that also accepts lifted numbers (Python numbers that are traced
+    as tensors).
 
     ``name``: ``min`` or ``max``. ``original``: the function itself, which is called if no value is lifted.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        """Return the smallest or largest of the given values, as ``min`` or ``max`` do. If a lifted number (a Python
-        number that is traced as a tensor) is among the values, the result is a lifted number, too."""
+        """Return the smallest or largest of the given values, as ``min`` or ``max`` do. If a value is a lifted number
+        (a Python number that is traced as a tensor), the result is a lifted number, too."""
         values = args
         if len(args) == 1 and isinstance(args[0], tuple | list):
             values = tuple(args[0])

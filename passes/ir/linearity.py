@@ -1,8 +1,8 @@
-"""Find which values of a graph are affine in some of its inputs: a linear function of them plus a constant part.
+"""Find which values of a graph are affine in some of its inputs: a linear function of the inputs plus a constant.
 
 Requires: a functional graph of ATen operators with meta tensors in ``node.meta["val"]``. Every operator that reads a
 value which depends on these inputs must be listed here, with the operands in which it is linear. Derivatives cannot
-decide this, because they are zero for ``sign``, ``round`` and comparisons.
+prove linearity, because they are zero for ``sign``, ``round`` and comparisons.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ NOT_LINEAR = "is not linear in the gradient that it is given ({} reads it)"
 
 
 class NotAffine(Exception):
-    """Raised if a function is not affine in its inputs (linear plus a constant), or is not known to be.
+    """Raised if a function is not affine in its inputs (linear plus a constant), or is not known to be affine.
 
-    ``what``: the reason, a phrase that follows the name of the function. ``instead``: advice on what to write instead.
+    ``what``: the reason, a phrase that follows the name of the function. ``instead``: advice to the user on what to
+    write instead.
     """
 
     def __init__(self, what: str, instead: str = _ADVICE) -> None:
@@ -39,8 +40,8 @@ class NotAffine(Exception):
 class AffinePart:
     """How a value in the graph of an affine function (linear plus a constant) depends on the function's inputs.
 
-    ``depends``: whether the value depends on the inputs at all. ``zero``: whether the value is known to be zero if all
-    inputs are zero, so that it has no constant part.
+    ``depends``: whether the value depends on the inputs. ``zero``: whether the value is known to be zero if all inputs
+    are zero (no constant part).
     """
 
     depends: bool
@@ -50,8 +51,8 @@ class AffinePart:
 def find_affine_parts(
     graph: fx.Graph, inputs: Collection[fx.Node], zeros: Collection[fx.Node]
 ) -> dict[fx.Node, AffinePart]:
-    """Return how the values in ``graph`` depend on ``inputs``: placeholder or operator -> two flags: whether its value
-    depends on ``inputs``, and whether it is zero if all of them are zero.
+    """Return a dict: placeholder or operator of ``graph`` -> :class:`AffinePart`, which says whether the node's value
+    depends on ``inputs`` and whether it is zero if all of them are zero.
 
     Raises :class:`NotAffine` if an operator reads a value that depends on ``inputs`` and is not linear in it.
 
@@ -70,9 +71,8 @@ def find_affine_parts(
 
 def replace_shape_reads(graph: fx.Graph) -> None:
     """Replace operators of ``graph`` that read only the shape and dtype of an operand, such as ``zeros_like``, by
-    operators that make the same tensor without this operand. The graph is changed in place. A search for the values
-    that depend on the operand then leaves these tensors out.
-    """
+    operators that create the same tensor without this operand, in place. The tensors then no longer count as depending
+    on the operand."""
     for node in list(graph.nodes):
         name = _read_operator_name(node.target)
         if node.op != "call_function" or name not in _SHAPE_ALONE:
@@ -90,11 +90,11 @@ def replace_shape_reads(graph: fx.Graph) -> None:
 def _rebuild_filled_tensor(
     graph: fx.Graph, node: fx.Node, name: str, shape: list[int], options: dict[str, Any]
 ) -> fx.Node:
-    """Add an operator to ``graph`` that makes the result of ``node``, such as ``zeros_like``, without reading its first
-    operand; return the new node.
+    """Add an operator to ``graph`` that creates the result of ``node``, such as ``zeros_like``, without reading its
+    first operand. Return the new node.
 
-    ``name``: the operator's name without namespace. ``shape``: the shape of the result. ``options``: its dtype and
-    device, as keyword arguments.
+    ``name``: the operator's name without namespace. ``shape``: the shape of the result. ``options``: dtype and device
+    of the result, as keyword arguments.
     """
     if name in ("full_like", "fill", "new_full"):
         number = node.args[-1]
@@ -109,8 +109,8 @@ def _rebuild_filled_tensor(
 
 
 def _cast_and_expand(graph: fx.Graph, source: fx.Node, node: fx.Node) -> fx.Node:
-    """Append to ``graph`` operators that cast ``source`` to the dtype of ``node`` and expand it to its shape; return
-    the last of them."""
+    """Append operators to ``graph`` that cast ``source`` to the dtype of ``node`` and expand it to the shape of
+    ``node``. Return the last new node."""
     value, given = node.meta["val"], source.meta["val"]
     if given.dtype != value.dtype:
         source = graph.call_function(aten._to_copy.default, (source,), {"dtype": value.dtype})
@@ -119,11 +119,10 @@ def _cast_and_expand(graph: fx.Graph, source: fx.Node, node: fx.Node) -> fx.Node
 
 
 def _find_affine_part(node: fx.Node, found: Mapping[fx.Node, AffinePart]) -> AffinePart:
-    """Return whether the result of the operator ``node`` depends on some chosen inputs of its graph, and whether it is
-    zero if these inputs are all zero. The graph's results should be affine (linear plus a constant) in the chosen
-    inputs.
+    """Return whether the result of the operator ``node`` depends on the chosen inputs of its graph, and whether it is
+    zero if all chosen inputs are zero. Results should be affine (linear plus a constant) in the chosen inputs.
 
-    Raise :class:`NotAffine` if the operator is not linear in operands that depend on the chosen inputs. ``found``:
+    Raise :class:`NotAffine` if the operator is not linear in the operands that depend on the chosen inputs. ``found``:
     earlier node -> the same two facts about its value.
     """
     if node.target is operator.getitem:
@@ -142,10 +141,10 @@ def _find_affine_part(node: fx.Node, found: Mapping[fx.Node, AffinePart]) -> Aff
 
 
 def _has_zero_operands(operands: tuple[Any, ...], positions: Positions, found: Mapping[fx.Node, AffinePart]) -> bool:
-    """Return whether all operands at ``positions`` are known to be zero if some chosen inputs of the graph are zero.
+    """Return whether all operands at ``positions`` are known to be zero if the chosen inputs of the graph are zero.
 
     Args:
-        operands: the operands of one operator of the graph.
+        operands: the operands of an operator of the graph.
         positions: indices in ``operands``, from 0.
         found: node -> whether its value depends on the chosen inputs, and whether it is zero if they are.
     """
@@ -153,10 +152,9 @@ def _has_zero_operands(operands: tuple[Any, ...], positions: Positions, found: M
 
 
 def _is_zero(operand: Any, found: Mapping[fx.Node, AffinePart]) -> bool:
-    """Return whether ``operand`` (a node, a number, ``None``, or a list of them) is known to be zero if some chosen
+    """Return whether ``operand`` (a node, a number, ``None``, or a list of them) is known to be zero if the chosen
     inputs of the graph are zero. ``None`` counts as zero. ``found``: node -> whether its value depends on the chosen
-    inputs, and whether it is zero if they are.
-    """
+    inputs, and whether it is zero if they are."""
     if isinstance(operand, fx.Node):
         return found[operand].zero
     if isinstance(operand, tuple | list):
@@ -165,9 +163,7 @@ def _is_zero(operand: Any, found: Mapping[fx.Node, AffinePart]) -> bool:
 
 
 def _is_zero_by_itself(node: fx.Node) -> bool:
-    """Return whether the operator ``node`` makes a tensor of zeros whatever the values of its operands are, as
-    ``zeros`` does.
-    """
+    """Return whether the operator ``node`` creates a tensor of zeros for any operands, as ``zeros`` does."""
     name = _read_operator_name(node.target)
     if name in ("full", "fill", "full_like", "new_full"):
         return _is_zero(node.args[-1], {}) if not isinstance(node.args[-1], fx.Node) else False
@@ -175,9 +171,9 @@ def _is_zero_by_itself(node: fx.Node) -> bool:
 
 
 def _list_linear_operands(node: fx.Node) -> tuple[Positions, ...]:
-    """Return sets of positions (from 0) of operands in which the operator ``node`` is linear: in the operands of one
-    set together, while all other operands are fixed. For example, a product of two operands is linear in ``{0}`` and in
-    ``{1}``; a sum is linear in ``{0, 1}``."""
+    """Return a tuple of sets of operand positions (from 0). The operator ``node`` is linear in the operands of each set
+    together, while all other operands are fixed. A product of two operands has ``{0}`` and ``{1}``; a sum has ``{0,
+    1}``."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return ()
@@ -271,7 +267,7 @@ _LINEAR = _build_position_table(
     ("_trilinear", ((0,), (1,), (2,))),
 )
 
-# Operators that are linear only in some forms -> whether a call is.
+# Operators of which only some calls are linear -> function that returns whether a call is.
 _LINEAR_IF: dict[str, Callable[[fx.Node], bool]] = {
     "view": lambda node: node.target is not aten.view.dtype,
     "div": lambda node: node.kwargs.get("rounding_mode") is None,

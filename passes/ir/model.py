@@ -1,6 +1,6 @@
-"""The folded model: block types, and the calls of them that make up the model.
+"""Data types of a folded model: blocks, calls of blocks, states, inputs and outputs.
 
-A block is a piece of the model, such as a decoder layer, with one graph. Each call runs a block with its own parameters
+A block is a piece of the model, such as a decoder layer, with one graph. A call runs a block with its own parameters
 and inputs, so that equal layers are one block with many calls. Every pass keeps these invariants
 (``passes/ir/verify.py`` checks them):
 
@@ -30,7 +30,7 @@ StateKind = Literal["parameter", "buffer", "constant"]
 @hashed_once
 @dataclass(frozen=True)
 class TensorSpec:
-    """The shape (``shape``) and dtype (``dtype``) of a tensor."""
+    """The shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -44,7 +44,7 @@ class TensorSpec:
         return self.numel * self.dtype.itemsize
 
     def meta(self) -> torch.Tensor:
-        """Return a meta tensor of this shape and dtype."""
+        """Return a meta tensor with this shape and dtype."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     @staticmethod
@@ -56,10 +56,10 @@ class TensorSpec:
 class ModelState:
     """A parameter, buffer or constant that the model owns.
 
-    ``name``: its qualified name, the first if it has several. ``spec``: shape and dtype. ``kind``: parameter, buffer or
-    constant. ``aliases``: the other names of the same tensor (tied weights). ``parts``: the names of the model's own
-    parameters that this state stacks along dim 0; empty if the state is not a stack. ``requires_grad``: whether it is
-    trained.
+    ``name``: the qualified name, the first if there are several. ``spec``: shape and dtype. ``kind``: parameter, buffer
+    or constant. ``aliases``: the other names of the same tensor (tied weights). ``parts``: the names of the model's own
+    parameters that this state stacks along dim 0; empty if the state is not a stack. ``requires_grad``: whether the
+    state is trained.
     """
 
     name: str
@@ -75,8 +75,8 @@ class ModelInput:
     """One input tensor of the model, for the global batch.
 
     ``value``: its name in the graph. ``path``: its position in the arguments of the model, such as ``input_ids``, ``0``
-    or ``past.0.key``. ``spec``: shape and dtype. ``number``: the Python type of the input if it is a number; the graph
-    reads it as a 0-dimensional tensor. ``None`` for a tensor.
+    or ``past.0.key``. ``spec``: shape and dtype. ``number``: if the input is a Python number, its type, and the graph
+    reads the number as a 0-dimensional tensor; ``None`` if the input is a tensor.
     """
 
     value: str
@@ -90,9 +90,10 @@ Plain = bool | int | float | str | None  # values of arguments that are not tens
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument of the model's ``forward`` with the name ``name``. ``required``: whether it has no default.
-    ``plain``: whether its default is a value that a plan file can store (such as a number or a text); ``default`` then
-    has it.
+    """An argument of the model's ``forward``.
+
+    ``name``: its name. ``required``: whether it has no default. ``plain``: whether its default is a value that a plan
+    file can store, such as a number or a text. ``default``: the default if it is ``plain``.
     """
 
     name: str
@@ -103,7 +104,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class CallSignature:
-    """The arguments of a model's ``forward``, and the values of arguments that a plan assumes.
+    """The arguments of a model's ``forward``, and the values and conditions that a plan assumes.
 
     ``arguments``: the arguments of ``forward``, in order; ``None`` if unknown (an exported program). ``fixed``: the
     value of every leaf of the planned batch that is not a tensor, by path such as ``options.scale``; the plan is valid
@@ -120,8 +121,8 @@ class CallSignature:
 class ModelOutput:
     """One leaf of the model's result, which is a pytree: the name of a value, or a constant.
 
-    ``path``: the place of the leaf in the result, such as ``logits`` or ``past.0.key``. ``value``: its name in the
-    graph; ``None`` if the leaf is a constant, such as ``None`` or a number, which is then in ``constant``.
+    ``path``: the position of the leaf in the result, such as ``logits`` or ``past.0.key``. ``value``: the name of the
+    value in the graph; ``None`` if the leaf is a constant. ``constant``: the constant, such as ``None`` or a number.
     """
 
     path: str
@@ -131,11 +132,11 @@ class ModelOutput:
 
 @dataclass
 class Block:
-    """The functional graph (``graph``) of a piece of the model, such as a decoder layer, which one or more calls
-    execute.
+    """A piece of the model, such as a decoder layer, with one functional graph that one or more calls execute.
 
-    ``name``: the name by which calls refer to the block. ``states`` and ``inputs``: the names of the graph's
-    placeholders, in order: first those of parameters, buffers and constants, then those of other values.
+    ``name``: the name by which calls refer to the block. ``graph``: the graph. ``states``: the names of the
+    placeholders of parameters, buffers and constants, in order. ``inputs``: the names of the placeholders of other
+    values, which follow.
     """
 
     name: str
@@ -170,12 +171,12 @@ class Block:
 class Call:
     """One execution of a block, the graph of a piece of the model such as a layer.
 
-    ``block``: the block's name. ``path``: the module that the call stands for. ``states`` and ``inputs``: the names of
-    the parameters and buffers, and of the other values, that it reads. ``outputs``: the names of the values that it
-    produces. ``shared``: the call is a cheap function of the model's inputs and constants and needs no gradient; each
-    pipeline stage that reads its outputs computes them itself. ``prologue``: the call is executed on every microbatch
-    before the pipeline starts; its outputs are summed over all microbatches and data-parallel ranks, and every later
-    call reads the sums.
+    ``block``: the block's name. ``path``: the path of the module that the call runs. ``states``: the names of the
+    parameters and buffers that the call reads. ``inputs``: the names of the other values that it reads. ``outputs``:
+    the names of the values that it produces. ``shared``: if true, the call is a cheap function of the model's inputs
+    and constants and needs no gradient; each pipeline stage that reads its outputs computes them itself. ``prologue``:
+    if true, the call is executed on every microbatch before the pipeline starts; its outputs are summed over all
+    microbatches and data-parallel ranks, and every later call reads the sums.
     """
 
     block: str
@@ -191,14 +192,14 @@ class Call:
 class FoldedModel:
     """A whole model as a sequence of calls of blocks; a block is the graph of a piece of the model, such as a layer.
 
-    ``blocks``: the blocks by name. ``calls``: the calls in execution order. ``inputs`` and ``outputs``: those of the
-    whole model. ``signature``: the arguments of ``forward``. ``values``: name of a model input or call output -> its
-    shape and dtype. ``loss``: the name of the loss value, or ``None``. A state is a parameter, buffer or constant;
-    ``states`` and ``constants`` (values of constants) are keyed by state name. ``tree``: the pytree structure of the
-    model's result as text; ``None`` if it cannot be written as text. ``notes``: messages for the user. ``updates``:
-    buffer -> name of the value that it has after a step. ``keeps``: buffer -> ``f``, for buffers whose new value is
-    ``f`` times the old one plus terms that are summed over microbatches. ``initial``: buffer -> its value before the
-    first step, as a number if all elements are equal, else as nested lists.
+    ``blocks``: the blocks by name. ``calls``: the calls in execution order. ``inputs`` and ``outputs``: inputs and
+    outputs of the whole model. ``signature``: the arguments of ``forward``. ``values``: name of a model input or call
+    output -> its shape and dtype. ``loss``: the name of the loss value, or ``None``. A state is a parameter, buffer or
+    constant; ``states`` and ``constants`` (values of constants) are keyed by state name. ``tree``: the pytree structure
+    of the model's result as text; ``None`` if it cannot be written as text. ``notes``: messages for the user.
+    ``updates``: buffer -> name of the value that it has after a step. ``keeps``: buffer -> ``f``, for buffers whose new
+    value is ``f`` times the old one plus terms that are summed over microbatches. ``initial``: buffer -> its value
+    before the first step, as a number if all elements are equal, otherwise as nested lists.
     """
 
     blocks: dict[str, Block]
@@ -236,8 +237,8 @@ class Captured:
     module path -> class name. ``keeps``: buffer -> ``f``, for buffers whose new value is ``f`` times the old one plus
     terms that are summed over microbatches. ``signature``: the arguments of forward. ``turns``: further captures of the
     same model, in pairs. In the first of a pair, the row masks of every second expert are zeros, as if no row (token)
-    had chosen it. In the second, the loop iterations of these experts are left out. If both compute the same, a loop
-    over the chosen experts may run over all experts.
+    had chosen it. In the second, the loop iterations of these experts are left out. If both captures of a pair compute
+    the same, a loop over the chosen experts may run over all experts.
     """
 
     graph: fx.Graph
@@ -251,7 +252,7 @@ class Captured:
     notes: tuple[str, ...] = ()
     classes: dict[str, str] = field(default_factory=dict)  # module path -> class name
     updates: dict[str, str] = field(default_factory=dict)  # state -> name of the node with its value after forward
-    keeps: dict[str, float] = field(default_factory=dict)  # as in FoldedModel
+    keeps: dict[str, float] = field(default_factory=dict)  # see FoldedModel.keeps
     signature: CallSignature = field(default_factory=CallSignature)
     turns: tuple[Captured, ...] = ()  # pairs of further captures, which passes/experts/traced_loops.py compares
 
@@ -260,18 +261,19 @@ class Captured:
 
 
 def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
-    """Return (path, leaf) for each leaf of the pytree ``tree``, in the order of ``pytree.tree_leaves``. A path is a
-    text such as ``logits``, ``0`` or ``past.0.key``: the keys and indices that lead to the leaf, joined by dots.
+    """Return a list of (path, leaf) for the leaves of the pytree ``tree``, in the order of ``pytree.tree_leaves``. A
+    path is a text such as ``logits``, ``0`` or ``past.0.key``: the keys and indices that lead to the leaf, joined by
+    dots.
 
     If a container's class is registered with pytree without names for its entries, the entries of a mapping are named
-    by its keys, and those of any other container by their index.
+    by their keys, and those of any other container by their indices.
     """
     return list(_walk_leaves((), tree))
 
 
 def _walk_leaves(path: tuple[Any, ...], tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (path, leaf) for each leaf of the pytree ``tree``. ``path``: the keys and indices that lead to ``tree`` in
-    the pytree that contains it. A yielded path is a text that begins with them, such as ``past.0.key``.
+    """Yield (path, leaf) for each leaf of the pytree ``tree``. A yielded path is a text such as ``past.0.key``.
+    ``path``: the keys and indices that lead to ``tree`` in the pytree that contains it, with which yielded paths begin.
     """
     if pytree.tree_is_leaf(tree):
         yield ".".join(map(str, path)), tree

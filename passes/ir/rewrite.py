@@ -1,11 +1,11 @@
-"""Rewrite a graph operator by operator from a table of functions; erase unused operators; change floating-point types.
+"""Rewrite a graph operator by operator from a table of functions; erase unused operators; change floating-point dtypes.
 
-A rule of the table has the signature of the operator that it replaces, after a first argument :class:`Builder`. It gets
-graph nodes in place of tensors. It returns the node (or tuple of nodes) that replaces the operator's result, or
-``KEEP`` to leave the operator unchanged.
+A rule of the table takes a :class:`Builder`, followed by the arguments of the operator that it replaces, with graph
+nodes in place of tensors. It returns the node (or tuple of nodes) that replaces the operator's result, or ``KEEP`` to
+leave the operator unchanged.
 
-:func:`cast_graph_dtype` changes every floating-point type of a graph to one type. A model that computes its norms and
-losses in float32, whatever the type of its parameters, computes them in the new type, too.
+:func:`cast_graph_dtype` changes all floating-point dtypes of a graph to one dtype. This includes the norms and losses
+that a model computes in float32 whatever the dtype of its parameters.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def drop_unused(graph: fx.Graph) -> None:
-    """Erase every operator of ``graph`` that has no reader and no side effect, in place.
+    """Erase the operators of ``graph`` whose results are not read and that have no side effect, in place.
 
     This is faster than ``fx.Graph.eliminate_dead_code``, which also checks the graph.
     """
@@ -51,9 +51,7 @@ class Builder:
         self._placeholders: dict[str, fx.Node] = {}
 
     def constant(self, name: str, value: Tensor) -> fx.Node:
-        """Return the placeholder of the constant tensor ``name``; create it with the value ``value`` if it does not
-        exist.
-        """
+        """Return the placeholder of the constant ``name``. If it does not exist, create it with the value ``value``."""
         if name not in self.constants:
             self.constants[name] = value
             with self.graph.inserting_before(next(iter(self.graph.nodes))):
@@ -63,8 +61,8 @@ class Builder:
         return self._placeholders[name]
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Append the operator ``target`` with the arguments ``args`` and ``kwargs`` to the graph and return its node,
-        with its meta tensor."""
+        """Append the operator ``target`` with the arguments ``args`` and ``kwargs`` to the graph, infer its meta
+        tensor, and return the new node."""
         result = self.graph.call_function(target, args, kwargs)
         if self.node is not None:
             result.meta = {k: self.node.meta[k] for k in _INHERITED if k in self.node.meta}
@@ -74,18 +72,17 @@ class Builder:
     @property
     def location(self) -> str:
         """Return the module path and source line of the operator that is being replaced, such as ``layers.0
-        (model.py:12)``, for messages.
-        """
+        (model.py:12)``, for error messages."""
         return format_node_location(self.node)
 
 
 def collect_ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return ``nodes`` and all nodes from which they are computed, directly or indirectly."""
+    """Return ``nodes`` and all nodes on which they depend, directly or indirectly."""
     return _collect_linked(nodes, lambda node: node.all_input_nodes)
 
 
 def collect_descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return ``nodes`` and all nodes that are computed from them, directly or indirectly."""
+    """Return ``nodes`` and all nodes that depend on them, directly or indirectly."""
     return _collect_linked(nodes, lambda node: node.users)
 
 
@@ -100,9 +97,8 @@ def _collect_linked(nodes: Iterable[fx.Node], linked: Callable[[fx.Node], Iterab
 
 
 def format_node_location(node: fx.Node | None) -> str:
-    """Return the module path and source line of the operator ``node`` as text for messages, such as ``layers.0
-    (model.py:12)``; ``the model (unknown line)`` if ``node`` is ``None``.
-    """
+    """Return the module path and source line of the operator ``node`` as text for error messages, such as ``layers.0
+    (model.py:12)``. If ``node`` is ``None``, return ``the model (unknown line)``."""
     meta = node.meta if node is not None else {}
     return f"{meta.get('path') or 'the model'} ({meta.get('source') or 'unknown line'})"
 
@@ -122,16 +118,16 @@ def list_node_sizes(node: fx.Node) -> list[int]:
 
 
 def rewrite_by_rules(graph: fx.Graph, rules: Mapping[Any, Rule]) -> tuple[fx.Graph, dict[str, str], dict[str, Tensor]]:
-    """Rewrite ``graph`` into a new graph in which ``rules`` replace operators. Return three values: the new graph; a
-    dict: old node name -> new node name; and a dict: name of an added constant -> its value.
+    """Return three values: a new graph, which is ``graph`` with operators replaced by ``rules``; a dict: old node name
+    -> new node name; and a dict: name of an added constant -> its value.
 
-    Every operator needs a meta tensor in ``node.meta["val"]`` and has one afterwards. Unused operators are removed;
-    placeholders stay.
+    Every operator must have a meta tensor in ``node.meta["val"]``, and every new operator gets one. Unused operators
+    are removed; placeholders stay.
 
     Args:
-        rules: for each operator to replace, a function ``rule(build, *args, **kwargs)``. The function appends operators
-            by ``build`` and returns the node that replaces the operator, or the constant ``KEEP`` to leave the operator
-            as it is.
+        rules: operator to replace -> a function ``rule(build, *args, **kwargs)``. The function appends operators by
+            ``build`` and returns the node that replaces the operator, or the constant ``KEEP`` to leave the operator
+            unchanged.
     """
     build = Builder()
     env: dict[fx.Node, Any] = {}
@@ -152,7 +148,7 @@ def _apply_rewrite_rule(build: Builder, node: fx.Node, env: dict[fx.Node, Any], 
     """Return the node (or tuple of nodes) that replaces ``node`` in the new graph: the result of ``rule``, or a copy of
     the node if ``rule`` is ``None`` or returns the constant ``KEEP``.
 
-    ``build``: appends operators to the new graph. ``env``: maps old nodes to new ones.
+    ``build``: appends operators to the new graph. ``env``: old node -> new node.
     """
     if rule is not None:
         args = fx.node.map_arg(node.args, env.__getitem__)
@@ -166,11 +162,8 @@ def _apply_rewrite_rule(build: Builder, node: fx.Node, env: dict[fx.Node, Any], 
 
 
 def _is_result_missing(result: Any, node: fx.Node) -> bool:
-    """Return whether a rewrite rule returned ``None`` in place of one of the results of ``node``, although some
-    operator reads this result.
-
-    ``result``: what the rule returned in place of the node.
-    """
+    """Return whether a rewrite rule returned ``None`` for a result of ``node`` that some operator reads. ``result``:
+    what the rule returned."""
     read = [u.args[1] for u in node.users if u.target is operator.getitem] if isinstance(result, tuple) else []
     return any(result[i] is None for i in read)
 
@@ -179,9 +172,9 @@ _SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def replace_floating_dtype(given: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that replaces ``given`` if all floating-point types of a graph become ``dtype``.
+    """Return the dtype that replaces ``given`` if all floating-point dtypes of a graph become ``dtype``.
 
-    A complex type becomes the one with parts of ``dtype``, if it exists. Other types are unchanged.
+    A complex dtype becomes the complex dtype with parts of ``dtype``, if there is one. Other dtypes are unchanged.
     """
     if given.is_complex:
         return _WITH_PARTS.get(dtype, given)
@@ -194,8 +187,7 @@ _WITH_PARTS = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 def cast_graph_dtype(graph: fx.Graph, dtype: torch.dtype) -> None:
     """Change every floating-point placeholder and dtype argument of ``graph`` to ``dtype``, in place.
 
-    The meta tensors of all operators are computed again. Arguments that are 8-bit floating-point dtypes are not
-    changed.
+    Arguments that are 8-bit floating-point dtypes are not changed. The meta tensors of all operators are recomputed.
     """
 
     def retyped(argument: Any) -> Any:
@@ -221,9 +213,8 @@ def cast_graph_dtype(graph: fx.Graph, dtype: torch.dtype) -> None:
 
 
 def _uses_default_dtype(node: fx.Node) -> bool:
-    """Return whether ``node``, an operator without tensor operands, creates a tensor of torch's default dtype, because
-    no dtype is given.
-    """
+    """Return whether ``node``, an operator without tensor operands, creates a tensor of torch's default dtype because
+    it has no argument ``dtype``."""
     value = node.meta.get("val")
     if node.all_input_nodes or not isinstance(value, Tensor) or not value.dtype.is_floating_point:
         return False

@@ -1,7 +1,7 @@
 """Convert the graph of a block to JSON data and back.
 
 A node is ``{"name", "op", "target", "args", "kwargs", "val", "path", "source"}``. Arguments are JSON values. A value
-that JSON has no form for is an object with one key: ``{"node": "add_1"}``, ``{"dtype": "float32"}``, ``{"device":
+that JSON cannot represent becomes an object with one key: ``{"node": "add_1"}``, ``{"dtype": "float32"}``, ``{"device":
 "rank"}``, ``{"float": "inf"}``, ``{"slice": [a, b, c]}``, ``{"layout": ...}``, ``{"memory_format": ...}``. ``val`` is
 ``[shape, dtype]``, followed by the strides if the tensor is not contiguous, because the strides decide whether a
 reshape copies.
@@ -37,8 +37,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def dtype_of(name: str) -> torch.dtype:
     """Return the torch dtype with the name ``name``, such as ``float32``. Raise :class:`GraphFormatError` if there is
-    none.
-    """
+    no such dtype."""
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
         raise GraphFormatError(f"{name!r} is not a tensor type; expected float32, bfloat16, int64, ...")
@@ -46,20 +45,19 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def block_to_data(block: Block) -> tuple[dict[str, Any], ...]:
-    """Return the nodes of the graph of ``block`` in order, each as a dict of JSON values with keys such as ``name``,
-    ``op``, ``target`` and ``args``.
-    """
+    """Return a tuple with the nodes of the graph of ``block``, in order, as dicts of JSON values with keys such as
+    ``name``, ``op``, ``target`` and ``args``."""
     return tuple(_node_to_data(node) for node in block.graph.nodes)
 
 
 def block_from_data(
     name: str, nodes: tuple[dict[str, Any], ...], states: tuple[str, ...], inputs: tuple[str, ...]
 ) -> Block:
-    """Return the block whose graph was written as ``nodes``, one dict of JSON values for each node, in order.
+    """Convert ``nodes``, one dict of JSON values for each node in order, to a block and return it.
 
-    Raises :class:`GraphFormatError` with the name of the node that cannot be read, and :class:`UntrustedOperatorError`
-    if a node calls an operator that a plan file may not use. ``name``: the block's name. ``states``, ``inputs``: names
-    of the graph's placeholders: of parameters, buffers and constants, and of other values.
+    ``name``: the block's name. ``states``: names of the placeholders of parameters, buffers and constants. ``inputs``:
+    names of the placeholders of other values. Raises :class:`GraphFormatError` with the name of the node if a node
+    cannot be read, and :class:`UntrustedOperatorError` if a node calls an operator that a plan file may not use.
     """
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}
@@ -81,7 +79,7 @@ def _node_to_data(node: fx.Node) -> dict[str, Any]:
     """Return the graph node ``node`` as a dict of JSON values: ``name``, ``op``, ``target``, ``args``, ``kwargs``,
     ``val``, ``path``, ``source``.
 
-    Keys without a value are left out.
+    Empty values are left out.
     """
     data: dict[str, Any] = {"name": node.name, "op": node.op}
     if node.op == "call_function":
@@ -98,7 +96,7 @@ def _node_to_data(node: fx.Node) -> dict[str, Any]:
 
 
 def _node_from_data(graph: fx.Graph, data: dict[str, Any], nodes: dict[str, fx.Node]) -> fx.Node:
-    """Append the node that ``data``, a dict of JSON values, describes to ``graph`` and return it.
+    """Convert ``data``, a dict of JSON values, to a node, append the node to ``graph``, and return it.
 
     ``nodes``: the earlier nodes of the graph, by name. Raise :class:`GraphFormatError` if the node cannot be read.
     """
@@ -126,9 +124,8 @@ def _node_from_data(graph: fx.Graph, data: dict[str, Any], nodes: dict[str, fx.N
 
 
 def _find_allowed(name: Any) -> Any:
-    """Return the torch operator with the name ``name``. Raise :class:`UntrustedOperatorError` if it is not one of the
-    operators that a plan file may use, and :class:`GraphFormatError` if it is not registered.
-    """
+    """Return the torch operator with the name ``name``. Raise :class:`UntrustedOperatorError` if plan files may not use
+    it, and :class:`GraphFormatError` if it is not registered."""
     if not isinstance(name, str):
         raise GraphFormatError(f"{name!r} is no name of an operator")
     check_operator(name)
@@ -188,10 +185,9 @@ def _to_json(value: Any) -> Any:
 
 
 def _from_json(value: Any, nodes: dict[str, fx.Node]) -> Any:
-    """Return the argument of a graph node that the JSON value ``value`` describes, such as ``{"node": "add_1"}`` for a
-    node.
+    """Convert the JSON value ``value``, such as ``{"node": "add_1"}``, to an argument of a graph node, and return it.
 
-    ``nodes``: the earlier nodes of the graph, by name. Raise :class:`GraphFormatError` for a value that cannot be read.
+    ``nodes``: the earlier nodes of the graph, by name. Raise :class:`GraphFormatError` if the value cannot be read.
     """
     if isinstance(value, list):
         return [_from_json(v, nodes) for v in value]
@@ -219,9 +215,8 @@ def _from_json(value: Any, nodes: dict[str, fx.Node]) -> Any:
 
 
 def _find_torch_constant(kind: str, name: Any) -> Any:
-    """Return the object of torch with the name ``name``, such as ``strided``, if it is of the type ``kind``: ``layout``
-    or ``memory_format``. Raise :class:`GraphFormatError` if it is not.
-    """
+    """Return torch's object with the name ``name``, such as ``strided``. Raise :class:`GraphFormatError` if it is not
+    of the type ``kind``, which is ``layout`` or ``memory_format``."""
     value = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(value, {"layout": torch.layout, "memory_format": torch.memory_format}[kind]):
         raise GraphFormatError(f"{name!r} is no {kind} of torch")
@@ -229,10 +224,8 @@ def _find_torch_constant(kind: str, name: Any) -> Any:
 
 
 def _check_call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise :class:`GraphFormatError` unless the operator ``target`` can be called with ``args`` and ``kwargs``: their
-    number and names must match its parameters. For ``getitem``, which takes an item of a tuple, the index must be an
-    integer.
-    """
+    """Raise :class:`GraphFormatError` unless the numbers and names of ``args`` and ``kwargs`` match the parameters of
+    the operator ``target``. For ``getitem``, which takes an item of a tuple, the index must be an integer."""
     if target is operator.getitem:
         if len(args) != 2 or kwargs or not isinstance(args[0], fx.Node) or type(args[1]) is not int:
             raise GraphFormatError(f"getitem takes a value and an index, got {args!r}")
@@ -258,9 +251,8 @@ def _val_to_json(value: Any) -> Any:
 
 
 def _val_from_json(value: Any) -> Any:
-    """Return the meta tensor that the JSON value ``value`` describes, ``[shape, dtype]`` or ``[shape, dtype,
-    strides]``; a tuple of them for ``{"tuple": [...]}``; ``None`` for ``None``.
-    """
+    """Convert the JSON value ``value`` to the meta value of a node and return it: a meta tensor for ``[shape, dtype]``
+    or ``[shape, dtype, strides]``; a tuple of meta tensors for ``{"tuple": [...]}``; ``None`` for ``None``."""
     if value is None:
         return None
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Assign equal numbers to nodes that compute the same value, and compute signatures of sequences of operators.
+"""Assign equal integers to nodes that compute the same value, and compute signatures of sequences of operators.
 
 A signature does not depend on the names of the values that are read. Sequences with equal signatures, such as equal
 layers, become calls of one block.
@@ -16,13 +16,12 @@ from torch import Tensor, fx
 
 class ValueNumbers:
     """Assigns an integer to each node. Nodes that apply the same operators to the same inputs have the same integer.
-
     Each random operator has an integer of its own.
 
     Args:
-        shared_numbers: a table (key of a node -> integer) that the objects of several graphs share, so that their
-        integers can be compared; inputs then match by name, and random operators by their order. ``None``: a table of
-        its own.
+        shared_numbers: a dict (key of a node -> integer) that the objects of several graphs share, so that their
+            integers can be compared; inputs then match by name, and random operators by their order. ``None`` for a
+            separate dict.
     """
 
     def __init__(self, shared_numbers: dict[tuple[str, str, str], int] | None = None) -> None:
@@ -31,8 +30,8 @@ class ValueNumbers:
         self._draws = 0
 
     def __call__(self, node: fx.Node) -> int:
-        """Return an integer that is equal for nodes that compute the same value as ``node``: by the same operators,
-        from the same inputs."""
+        """Return an integer for ``node``. It is equal for nodes that compute the same value by the same operators from
+        the same inputs."""
         waiting = [node]
         while waiting:  # no recursion: the graph may be hundreds of layers deep
             last = waiting[-1]
@@ -48,9 +47,8 @@ class ValueNumbers:
         return self._known[node]
 
     def _build_instance_key(self, node: fx.Node) -> str:
-        """Return a text by which ``node`` differs from nodes with the same operator and operands: a count for a random
-        operator, the name for a placeholder, and an empty text for any other node, which need not differ.
-        """
+        """Return a text that distinguishes ``node`` from nodes with the same operator and operands: a count for a
+        random operator, the name of a placeholder, and an empty text for any other node, which needs no distinction."""
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             self._draws += 1
             return str(self._draws)
@@ -59,10 +57,10 @@ class ValueNumbers:
 
 @dataclass(frozen=True)
 class GraphSignature:
-    """Hashable description of a sequence of operators; an equal ``key`` means the same computation.
+    """Hashable description of a sequence of operators. Sequences with equal ``key`` do the same computation.
 
-    ``states`` and ``inputs``: the nodes that the sequence reads from outside (parameters, buffers and constants, and
-    other values), each in the order of first use.
+    ``states``: the parameters, buffers and constants that the sequence reads, in the order of first use. ``inputs``:
+    the other nodes that it reads from outside, in the order of first use.
     """
 
     key: tuple[Any, ...]
@@ -74,7 +72,8 @@ def compute_signature(nodes: Sequence[fx.Node], outputs: Iterable[fx.Node] = ())
     """Return a hashable description of the operators ``nodes``, which are in execution order. Two sequences with equal
     descriptions, such as two equal layers, compute the same function.
 
-    It covers operators, constants, shapes, dtypes, the data flow between the operators, and which operands are equal.
+    The description covers operators, constants, shapes, dtypes, the data flow between the operators, and which operands
+    are equal.
 
     Args:
         outputs: the operators in ``nodes`` whose results are read outside of ``nodes``; sequences with different
@@ -85,8 +84,8 @@ def compute_signature(nodes: Sequence[fx.Node], outputs: Iterable[fx.Node] = ())
     inputs: dict[fx.Node, int] = {}
 
     def encode(argument: Any) -> Any:
-        """Return ``argument``, an argument of an operator, in a hashable form without node names: a node is represented
-        by its kind and its number in order of first use."""
+        """Return ``argument``, an argument of an operator, in a hashable form without node names: a node becomes its
+        kind and its number in order of first use."""
         if isinstance(argument, fx.Node):
             if argument in index:
                 return "n", index[argument]
@@ -116,7 +115,7 @@ def compute_signature(nodes: Sequence[fx.Node], outputs: Iterable[fx.Node] = ())
 
 
 def _build_value_spec(node: fx.Node) -> tuple[Any, ...]:
-    """Return (shape, dtype) of the result of ``node``; a tuple of such pairs for several results."""
+    """Return (shape, dtype) of the result of ``node``, or a tuple of such pairs if it has several results."""
     value = node.meta["val"]
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype

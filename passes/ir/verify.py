@@ -1,14 +1,14 @@
-"""Check after each pass that a graph is well formed and that a model has the invariants of ``passes/ir/model.py``.
+"""Check that a graph is well formed and that a model has the invariants of ``passes/ir/model.py``.
 
-The result of every operator is inferred again on meta tensors and compared with the shape and dtype that the node
-carries. The error names the first wrong node.
+The result of every operator is inferred again on meta tensors and compared with the shape and dtype in
+``node.meta["val"]``. The error names the first wrong node.
 
 :func:`compare_across_ranks` computes whether a value is equal on all ranks of a mesh axis. A value with the layout
-``R`` (whole on every rank) must be. This follows from the graph of one rank alone: shards and data differ between
-ranks, gathered and reduced values are equal again, and an operator's result differs if one of its operands does. A
-missing or repeated collective, or one over a wrong axis, is thus found without computing anything. JAX checks
-``shard_map`` in this way. The result ``unknown`` marks a value that is equal on all ranks but may stand for a shard or
-a partial sum: a new or expanded tensor of a shard's size, or a whole value scaled by 1/n that will be summed.
+``R`` (whole on every rank) must be equal. This follows from the graph of one rank: shards and data differ between
+ranks, gathered and reduced values are equal, and an operator's result differs if one of its operands differs. A missing
+or repeated collective, or one over a wrong axis, is thus found without computing anything. JAX checks ``shard_map`` in
+this way. The result ``unknown`` marks a value that is equal on all ranks but may stand for a shard or a partial sum: a
+new or expanded tensor of a shard's size, or a whole value scaled by 1/n that will be summed.
 :func:`find_misused_collective` reports collectives whose operands are not of the expected kind.
 """
 
@@ -33,7 +33,7 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 class GraphError(PartitionError):
     """Raised for a block or model whose graph is not well formed.
 
-    ``block`` and ``node``: the names of the block and the graph node with the fault; empty if not known.
+    ``block`` and ``node``: the names of the block and the graph node with the fault; empty if unknown.
     """
 
     def __init__(self, message: str, block: str = "", node: str = "") -> None:
@@ -48,10 +48,11 @@ def check_block(block: Block, axes: Mapping[str, int] | None = None) -> None:
     """Raise :class:`GraphError` at the first node of the graph of ``block`` (a piece of the model) that is not well
     formed.
 
-    Nodes must be in order, call functional operators, and carry the shapes and dtypes that their operators return.
+    Nodes must be in order, call functional operators, and have meta tensors with the shapes and dtypes that their
+    operators return.
 
     Args:
-        axes: the mesh axes that a collective may name, with their numbers of ranks; ``None`` allows any.
+        axes: mesh axis that a collective may name -> its number of ranks; ``None`` allows any axis.
     """
     placeholders: list[str] = []
     seen: set[fx.Node] = set()
@@ -104,7 +105,7 @@ def _check_operator(node: fx.Node, axes: Mapping[str, int] | None) -> None:
     """Raise :class:`GraphError` unless the operator ``node`` is functional and its result has the shape and dtype of
     ``node.meta["val"]``.
 
-    ``axes``: the mesh axes that a collective may name, with their numbers of ranks; ``None`` allows any.
+    ``axes``: mesh axis that a collective may name -> its number of ranks; ``None`` allows any axis.
     """
     target: Any = node.target
     if target is not operator.getitem:
@@ -127,7 +128,7 @@ def _check_operator(node: fx.Node, axes: Mapping[str, int] | None) -> None:
 
 def _check_axis(node: fx.Node, axes: Mapping[str, int]) -> None:
     """Raise :class:`GraphError` if the collective ``node`` names an unknown mesh axis or a wrong number of ranks, or
-    divides a dim unevenly. ``axes``: the mesh axes by name, with their numbers of ranks."""
+    divides a dim unevenly. ``axes``: name of each mesh axis -> its number of ranks."""
     named = get_collective_axis(node)
     if named is None:
         return
@@ -149,8 +150,8 @@ _DIVIDES = ("shard_slice", "shard_narrow", "reduce_scatter", "all_to_all")
 
 
 def get_collective_axis(node: fx.Node) -> tuple[str, int] | None:
-    """Return (name of the mesh axis, number of ranks on it) over which ``node`` communicates if it is a collective
-    operator; ``None`` for any other node."""
+    """If ``node`` is a collective operator, return (name of the mesh axis, number of ranks) over which it communicates;
+    otherwise return ``None``."""
     if node.op != "call_function" or collective_name(node.target) is None:
         return None
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
@@ -160,8 +161,8 @@ def get_collective_axis(node: fx.Node) -> tuple[str, int] | None:
 
 
 def describe_shape(value: Any) -> Any:
-    """Return (shape, dtype) of ``value`` if it is a tensor; for a tuple, a tuple with this for each entry; ``None`` for
-    anything else."""
+    """Return (shape, dtype) of the tensor ``value``. For a tuple, return a tuple of such descriptions; for anything
+    else, return ``None``."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype
     if isinstance(value, tuple | list):
@@ -182,10 +183,10 @@ def format_meta_value(value: Any) -> str:
 def check_model(model: FoldedModel, axes: Mapping[str, int] | None = None) -> None:
     """Raise :class:`GraphError` at the first block or call of ``model`` that is not well formed. A block is the graph
     of a piece of the model, such as a layer; a call is one execution of it. Each call must execute an existing block on
-    existing values of the right shapes and dtypes, and every value must have one origin.
+    existing values of the right shapes and dtypes, and every value must be computed once.
 
     Args:
-        axes: the mesh axes that a collective may name, with their numbers of ranks; ``None`` allows any.
+        axes: mesh axis that a collective may name -> its number of ranks; ``None`` allows any axis.
     """
     for name, block in model.blocks.items():
         if block.name != name:
@@ -232,8 +233,8 @@ def _check_spec(where: str, spec: TensorSpec, node: fx.Node, value: str) -> None
     """Raise :class:`GraphError` unless ``spec`` equals the shape and dtype of ``node``.
 
     ``spec``: the shape and dtype that the model states for a value that a call of a block (the graph of a piece of the
-    model) reads or returns. ``node``: the placeholder or output of the block's graph for this value. ``where``: words
-    for the call, for the message. ``value``: the value's name.
+    model) reads or returns. ``value``: the value's name. ``node``: the placeholder or output of the block's graph for
+    the value. ``where``: a description of the call for the error message.
     """
     if spec != TensorSpec.from_tensor(node.meta["val"]):
         have = format_meta_value(spec.meta())
@@ -257,13 +258,13 @@ _COLLECTIVES_OF_EQUAL_TENSORS = frozenset({"copy", "shard_slice", "shard_narrow"
 
 
 def compare_across_ranks(graph: fx.Graph, given: Mapping[str, Sameness], axis: str, size: int) -> dict[str, Sameness]:
-    """Return, by name, for each node of ``graph`` (the graph of one rank), how its value compares between the ``size``
-    ranks of the mesh axis ``axis``: "alike" if it is equal and whole on every rank; "different" if it may differ;
-    "unknown" if it is equal on all ranks, but may be meant as one rank's shard or as an addend of a sum (such as zeros
-    in the shape of a shard).
+    """Compare the value of each node of ``graph`` (the graph of one rank) between the ``size`` ranks of the mesh axis
+    ``axis``. Return a dict: node name -> "alike" if the value is equal and whole on every rank; "different" if it may
+    differ; "unknown" if it is equal on all ranks, but may be meant as one rank's shard or as an addend of a sum (such
+    as zeros in the shape of a shard).
 
     Args:
-        given: this property for the placeholders by name; missing ones count as "alike".
+        given: placeholder name -> "alike", "different" or "unknown"; missing ones count as "alike".
     """
     result: dict[str, Sameness] = {}
     for node in graph.nodes:
@@ -275,11 +276,11 @@ def compare_across_ranks(graph: fx.Graph, given: Mapping[str, Sameness], axis: s
 
 
 def _infer_sameness(node: fx.Node, known: Mapping[str, Sameness], axis: str, size: int) -> Sameness:
-    """Return how the result of the operator ``node`` compares between the ``size`` ranks of the mesh axis ``axis``:
-    "alike" if it is equal and whole on every rank; "different" if it may differ; "unknown" if it is equal on all ranks,
-    but may be meant as one rank's shard or as an addend of a sum (such as zeros in the shape of a shard).
+    """Compare the result of the operator ``node`` between the ``size`` ranks of the mesh axis ``axis``. Return "alike"
+    if it is equal and whole on every rank; "different" if it may differ; "unknown" if it is equal on all ranks, but may
+    be meant as one rank's shard or as an addend of a sum (such as zeros in the shape of a shard).
 
-    ``known``: name of an earlier node -> this property of its value.
+    ``known``: name of an earlier node -> "alike", "different" or "unknown".
     """
     named = get_collective_axis(node)
     if named is not None and named[0] == axis:
@@ -298,9 +299,8 @@ def _infer_sameness(node: fx.Node, known: Mapping[str, Sameness], axis: str, siz
 
 def _may_create_elements(node: fx.Node) -> bool:
     """Return whether the operator ``node`` may create elements that none of its operands has, as ``arange`` or padding
-    does, so that the size of its result comes from a constant argument. The caller cannot know then whether the result
-    is a whole tensor or has the size of one rank's shard.
-    """
+    does, so that the size of its result comes from a constant argument. It is then unknown whether the result is a
+    whole tensor or has the size of one rank's shard."""
     if node.target is operator.getitem:
         return False
     sizes = [v.numel() for n in node.all_input_nodes for v in _list_tensors(n.meta["val"])]
@@ -313,21 +313,21 @@ def _may_create_elements(node: fx.Node) -> bool:
 
 def _divides_by_ranks(node: fx.Node, size: int) -> bool:
     """Return whether the operator ``node`` has the number ``1 / size`` as an argument. Its result may then be an addend
-    of a sum over ``size`` ranks, and not a whole value.
-    """
+    of a sum over ``size`` ranks instead of a whole value."""
     return any(isinstance(a, float) and a == 1.0 / size for a in node.args)
 
 
 def _list_tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in ``value``, a tensor or a nested tuple or list of them."""
+    """Return a list of the tensors in ``value``, a tensor or a nested tuple or list of tensors."""
     if isinstance(value, tuple | list):
         return [t for v in value for t in _list_tensors(v)]
     return [value] if isinstance(value, Tensor) else []
 
 
 def find_misused_collective(graph: fx.Graph, known: Mapping[str, Sameness], axis: str) -> tuple[fx.Node, str] | None:
-    """Return the first collective of ``graph`` over the mesh axis ``axis`` whose operand is of the wrong kind, and the
-    reason as text; ``None`` if there is none. An example is an all-reduce of a value that every rank already has whole.
+    """Return the first collective of ``graph`` over the mesh axis ``axis`` whose operand must not have its kind
+    ("alike", "different", "unknown"), and the reason as text; ``None`` if there is none. An example is an all-reduce of
+    a value that every rank already has whole.
 
     Args:
         known: name of a node -> how its value compares between the ranks of the axis: "alike" if it is equal and whole
@@ -349,8 +349,8 @@ def find_misused_collective(graph: fx.Graph, known: Mapping[str, Sameness], axis
 
 
 def _has_rank_dependent_rows(node: fx.Node, known: Mapping[str, Sameness]) -> bool:
-    """Return whether the ranks of a mesh axis have different numbers of rows in ``node``, because each rank has sent
-    rows (tokens) to experts by its own expert numbers.
+    """Return whether the number of rows (tokens) of ``node`` may differ between the ranks of a mesh axis, because each
+    rank sent rows to experts by its own expert numbers.
 
     Args:
         known: name of a node -> how its value compares between the ranks of the axis: "alike" if it is equal and whole
@@ -377,8 +377,8 @@ def _has_rank_dependent_rows(node: fx.Node, known: Mapping[str, Sameness]) -> bo
 
 
 def find_difference_origin(node: fx.Node, known: Mapping[str, Sameness]) -> fx.Node:
-    """Return the operator at which a difference between ranks begins. It is found by following operands with different
-    values back from ``node``.
+    """Follow operands that differ between ranks back from ``node``, and return the operator at which the difference
+    begins.
 
     Args:
         known: name of a node -> how its value compares between the ranks of a mesh axis: "alike" if it is equal and

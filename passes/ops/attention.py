@@ -1,13 +1,13 @@
 """Attention within a band of positions, computed in tiles on one rank or on ranks that share a sequence.
 
 A query at position ``i`` sees the keys at ``i - before`` to ``i + after``; ``None`` means no limit. Full attention has
-no limits, causal attention ``after = 0``, a sliding window both. :func:`list_tiles` returns the tiles of queries and
-keys that a band touches. The device's fused kernel computes tiles that are visible completely or up to their diagonal
-without a mask. Only tiles that an end of a window crosses need a mask, of the tile's size.
+neither limit, causal attention has ``after = 0``, and a sliding window has both limits. :func:`list_tiles` returns the
+tiles of queries and keys that a band touches. The device's fused kernel needs no mask for tiles that are completely
+visible or visible up to their diagonal. Only tiles that the border of a window crosses need a mask, of the tile's size.
 
 Tiles of the same queries are combined by their logsumexp, which does not overflow (Milakov and Gimelshein 2018; Dao et
-al. 2022): ``out = sum_t out_t * exp(lse_t - lse)``. In backward, each tile computes its addend of the gradients from
-the result and the logsumexp over all tiles (Liu et al. 2023, ring attention).
+al. 2022): ``out = sum_t out_t * exp(lse_t - lse)``. In backward, the gradients are sums over tiles. The addend of each
+tile is computed from the result and the logsumexp over all tiles (Liu et al. 2023, ring attention).
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from partitioner.passes.ops.score_changes import (
 
 aten = torch.ops.aten
 
-_ROWS = 512  # most queries of a tile that an end of a window crosses
+_ROWS = 512  # most queries of a tile that the border of a window crosses
 
 
 class Band(NamedTuple):
-    """The range of positions, relative to a query's own position, at which the query sees keys in an attention.
+    """The range of key positions, relative to a query's own position, that the query sees in an attention.
 
     ``before``, ``after``: the number of visible positions before and after its own; ``None`` means no limit.
     """
@@ -61,8 +61,8 @@ class Band(NamedTuple):
 class PositionRange(NamedTuple):
     """Consecutive positions of a sequence that one rank holds.
 
-    ``start``: the index of the first in the rank's local tensor. ``length``: their number. ``place``: the index of the
-    first in the whole sequence. Indices count from 0.
+    ``start``: the index of the first position in the rank's local tensor. ``length``: the number of positions.
+    ``place``: the index of the first position in the whole sequence. Indices count from 0.
     """
 
     start: int
@@ -73,11 +73,11 @@ class PositionRange(NamedTuple):
 class Tile(NamedTuple):
     """A rectangle of queries and keys that attention computes at once.
 
-    ``rows`` and ``keys``: (start, stop) in the local tensors. ``kind``: which keys of the tile are visible. "all": its
-    queries see all of its keys. "diagonal": it is square, and its query ``i`` (from 0) sees its keys 0 to ``i``.
-    "band": a query sees the keys of the tile whose distance from it is within ``limits``. ``offset``: the position of
-    the first query minus that of the first key. ``limits``: the positions around its own that a query sees in a tile of
-    the kind "band"; ``None``: those that the attention has for all its tiles.
+    ``rows`` and ``keys``: (start, stop) of the queries and of the keys in the local tensors. ``kind``: which keys of
+    the tile are visible. "all": every query sees all keys of the tile. "diagonal": the tile is square, and its query
+    ``i`` (from 0) sees its keys 0 to ``i``. "band": a query sees the keys whose distance from the query is within
+    ``limits``. ``offset``: the position of the first query minus that of the first key. ``limits``: how many positions
+    before and after its own a query sees in a tile of the kind "band"; ``None`` means the band of the whole attention.
     """
 
     rows: tuple[int, int]
@@ -88,11 +88,11 @@ class Tile(NamedTuple):
 
 
 def split_positions(length: int, num_ranks: int, rank: int, zigzag: bool) -> tuple[PositionRange, ...]:
-    """Return the ranges of positions of a sequence that the rank ``rank`` holds, if the sequence is sharded evenly.
+    """Return the ranges of positions that the rank ``rank`` holds of a sequence that is sharded evenly.
 
     ``length``: the number of positions per rank. ``num_ranks``: the number of ranks that share the sequence; ``rank``
-    is an index among them, from 0. ``zigzag``: each rank has one range counted from the start and one from the end of
-    the sequence, which balances causal attention; else it has one range.
+    is an index among them, from 0. ``zigzag``: if true, each rank has one range counted from the start and one from the
+    end of the sequence, which balances causal attention; if false, each rank has a single range.
     """
     slices = shard_slices(make_shard_layout(0, (), zigzag), length * num_ranks, num_ranks, rank)
     starts = accumulate((n for _, n in slices), initial=0)
@@ -104,9 +104,10 @@ def list_ring_tiles(
 ) -> tuple[Tile, ...]:
     """Return the tiles (rectangles of queries and keys) that ``rank`` computes in one step of ring attention.
 
-    In step ``step``, it has the keys of the rank ``step`` before it. ``queries``, ``keys``: the number of each per
-    rank. ``zigzag``: each rank has one range from each end of the sequence. ``band``: the positions around its own that
-    a query sees. ``rank``: an index, from 0, among the ``num_ranks`` ranks that share the sequence.
+    In step ``step``, a rank has received the keys of the rank ``step`` places before it in the ring. ``queries``,
+    ``keys``: the number of queries and of keys per rank. ``zigzag``: whether each rank has one range of positions from
+    each end of the sequence, instead of a single range. ``band``: how many positions before and after its own a query
+    sees. ``rank``: an index, from 0, among the ``num_ranks`` ranks that share the sequence.
     """
     own = split_positions(queries, num_ranks, rank, zigzag)
     return list_tiles(own, split_positions(keys, num_ranks, (rank - step) % num_ranks, zigzag), band)
@@ -114,11 +115,13 @@ def list_ring_tiles(
 
 @lru_cache(maxsize=4096)
 def list_ring_steps(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band) -> tuple[int, ...]:
-    """Return the steps of ring attention in which some rank sees keys; step 0, the rank's own keys, is always first.
+    """Return the numbers of the steps of ring attention in which at least one rank has visible keys. Step 0, in which
+    each rank has its own keys, is always included and first.
 
-    In step ``s``, a rank has the keys of the rank ``s`` before it. ``queries``, ``keys``: the number of each per rank.
-    ``num_ranks``: the number of ranks that share the sequence. ``zigzag``: each rank has one range of positions from
-    each end of the sequence. ``band``: the positions around its own that a query sees.
+    In step ``s``, a rank has received the keys of the rank ``s`` places before it in the ring. ``queries``, ``keys``:
+    the number of queries and of keys per rank. ``num_ranks``: the number of ranks that share the sequence. ``zigzag``:
+    whether each rank has one range of positions from each end of the sequence, instead of a single range. ``band``: how
+    many positions before and after its own a query sees.
     """
     seen = [
         s for s in range(1, num_ranks)
@@ -129,12 +132,11 @@ def list_ring_steps(queries: int, keys: int, num_ranks: int, zigzag: bool, band:
 
 @lru_cache(maxsize=4096)
 def count_max_pairs(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band) -> int:
-    """Return the largest number of query-key pairs that any rank has to compute in an attention over a sharded
-    sequence.
+    """Return the number of query-key pairs that the busiest rank computes in an attention over a sharded sequence.
 
-    ``queries``, ``keys``: the number of each per rank. ``num_ranks``: the number of ranks that share the sequence.
-    ``zigzag``: each rank has one range of positions from each end of the sequence. ``band``: how many positions before
-    and after its own position a query sees.
+    ``queries``, ``keys``: the number of queries and of keys per rank. ``num_ranks``: the number of ranks that share the
+    sequence. ``zigzag``: whether each rank has one range of positions from each end of the sequence, instead of a
+    single range. ``band``: how many positions before and after its own a query sees.
     """
     before, after = band
     most = 0
@@ -154,13 +156,13 @@ def count_max_pairs(queries: int, keys: int, num_ranks: int, zigzag: bool, band:
 def list_tiles(
     queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...], band: Band, in_order: bool = False
 ) -> tuple[Tile, ...]:
-    """Return the tiles (rectangles of queries and keys) that attention must compute, if a query sees the positions in
+    """Return the tiles (rectangles of queries and keys) that attention must compute if each query sees the keys in
     ``band``.
 
-    Every query of a tile sees at least one key of it. ``queries``, ``keys``: the ranges of positions of the queries and
-    of the keys that attention reads. ``in_order``: whether a tile may only join queries, and keys, that are consecutive
-    in the whole sequence, so that its ``offset`` (position of the query minus that of the key) holds throughout the
-    tile. If false, fully visible tiles may be joined if they are side by side in the local tensors alone.
+    Every query of a tile sees at least one key of the tile. ``queries``, ``keys``: the ranges of positions of the local
+    queries and keys. ``in_order``: if true, the queries of a tile, and its keys, are consecutive in the whole sequence,
+    so that the tile's ``offset`` (position of the query minus that of the key) holds for all of the tile. If false, two
+    fully visible tiles are also merged if they are adjacent only in the local tensors.
     """
     found: list[Tile] = []
     for q in queries:
@@ -179,11 +181,11 @@ def list_tiles(
 
 
 def _merge_adjacent_tiles(found: list[Tile], place: int, tile: Tile, in_order: bool) -> bool:
-    """Merge ``tile`` into ``found[place]`` if both are completely visible and side by side in the local tensors; return
-    whether it was done.
+    """Replace ``found[place]`` by its union with ``tile`` if both tiles are completely visible and adjacent in the
+    local tensors. Return whether the tiles were merged.
 
     A tile is a rectangle of queries and keys. ``found``: the tiles so far. ``place``: an index in this list.
-    ``in_order``: whether to merge them only if they are also side by side in the whole sequence.
+    ``in_order``: if true, merge only tiles that are also adjacent in the whole sequence.
     """
     other = found[place]
     if tile.kind != "all" or other.kind != "all":
@@ -205,9 +207,9 @@ _BAND_OF_LATER_KEYS = Band(-1, None)  # all keys after the query's own position
 def list_tiles_between(
     queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...], inner: Band, outer: Band
 ) -> tuple[Tile, ...]:
-    """Return the tiles (rectangles of queries and keys) of the pairs whose distance is within ``outer`` but not within
-    ``inner``. They are needed for an attention with a prefix: a query sees the keys of the prefix within ``outer``, and
-    all other keys only within ``inner``.
+    """Return the tiles (rectangles of queries and keys) that cover the pairs whose distance is within ``outer`` but not
+    within ``inner``. An attention with a prefix needs these tiles: a query sees the keys of the prefix within
+    ``outer``, but all other keys only within ``inner``.
 
     ``queries``, ``keys``: ranges of positions in one sequence. ``inner``, ``outer``: numbers of positions before and
     after a query's own; ``inner`` lies inside ``outer``.
@@ -226,9 +228,9 @@ def list_tiles_between(
 
 
 def list_tiles_after(queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...]) -> tuple[Tile, ...]:
-    """Return the tiles (rectangles of queries and keys) of the pairs whose key is after the query. Causal attention
-    with a prefix, keys that every query sees, computes these tiles for the keys of the prefix in addition to those of
-    the causal mask. No tile that needs a mask has more than 512 queries or 512 keys.
+    """Return the tiles (rectangles of queries and keys) that cover all pairs whose key comes after the query. Causal
+    attention with a prefix (keys that every query sees) computes these tiles for the keys of the prefix, in addition to
+    those of the causal mask. A tile that needs a mask has at most 512 queries and 512 keys.
 
     ``queries``, ``keys``: ranges of positions in one sequence.
     """
@@ -261,11 +263,11 @@ def list_tiles_after(queries: tuple[PositionRange, ...], keys: tuple[PositionRan
 
 
 def cut_tile(tile: Tile, band: Band, size: int) -> Iterator[Tile]:
-    """Yield the parts of ``tile``, a rectangle of queries and keys, of at most ``size`` queries and ``size`` keys each,
-    without those in which no query sees a key. A query of a part may see no key of this part. ``band``: the positions
-    around its own at which a query sees keys, in a tile of the kind "band" without limits of its own."""
+    """Cut ``tile``, a rectangle of queries and keys, into parts of at most ``size`` queries and ``size`` keys, and
+    yield each part in which some query sees a key. Some queries of a part may see none of its keys. ``band``: how many
+    positions before and after its own a query sees, in a tile of the kind "band" whose ``limits`` is ``None``."""
     limits = {"all": Band(), "diagonal": Band(None, 0), "band": tile.limits or band}[tile.kind]
-    # position of query 0 minus that of key 0, as the limits count
+    # position of query 0 minus that of key 0, relative to which the limits count
     shift = 0 if tile.kind == "diagonal" else tile.offset
     before, after = limits
     for i in range(0, tile.rows[1] - tile.rows[0], size):
@@ -283,13 +285,13 @@ _Tile = tuple[tuple[int, int], tuple[int, int], Literal["all", "diagonal", "band
 
 
 def _generate_band_tiles(num_queries: int, num_keys: int, offset: int, band: Band) -> Iterator[_Tile]:
-    """Yield the tiles (rectangles of queries and keys) in which some query sees a key, as (rows, keys, kind), if query
-    0 is ``offset`` positions after key 0.
+    """Yield the tiles (rectangles of queries and keys) in which some query sees a key, as (rows, keys, kind). Query 0
+    is ``offset`` positions after key 0.
 
-    ``rows``, ``keys``: (start, stop) indices. ``kind``: which keys of the tile are visible. "all": its queries see all
-    of its keys. "diagonal": it is square, and its query ``i`` (from 0) sees its keys 0 to ``i``. "band": a query sees
-    the keys of the tile whose distance from it is within the limits of ``band``. ``num_queries``, ``num_keys``: the
-    numbers of queries and keys. ``band``: how many positions before and after its own a query sees.
+    ``rows``, ``keys``: (start, stop) indices. ``kind``: which keys of the tile are visible. "all": every query sees all
+    keys of the tile. "diagonal": the tile is square, and its query ``i`` (from 0) sees its keys 0 to ``i``. "band": a
+    query sees the keys of the tile that are within ``band``. ``num_queries``, ``num_keys``: the numbers of queries and
+    keys. ``band``: how many positions before and after its own a query sees.
     """
     before, after = band
     first = 0 if after is None else max(0, -offset - after)
@@ -330,9 +332,9 @@ def _generate_window_tiles(
     """Yield the tiles (rectangles of queries and keys) of the queries ``first`` to ``last - 1`` under a sliding window,
     each as (rows, keys, kind).
 
-    ``rows``, ``keys``: (start, stop) indices. ``kind``: "all" if no query of the tile has a hidden key, else "band".
-    ``offset``: the position of query 0 minus that of key 0. ``num_keys``: the number of keys. ``before``, ``after``:
-    how many positions a query sees before and after its own; ``None`` means no limit.
+    ``rows``, ``keys``: (start, stop) indices. ``kind``: "all" if every query sees all keys of the tile, otherwise
+    "band". ``offset``: the position of query 0 minus that of key 0. ``num_keys``: the number of keys. ``before``,
+    ``after``: how many positions a query sees before and after its own; ``None`` means no limit.
     """
     for start in range(first, last, _ROWS):
         stop = min(start + _ROWS, last)
@@ -347,12 +349,12 @@ _NARROW = frozenset({torch.float16, torch.bfloat16})
 
 
 def _list_parts(tile: Tile, band: Band, q: Tensor, change: ScoreChange) -> Iterable[Tile]:
-    """Return the parts of the rectangle ``tile`` of queries and keys that are computed one after the other. If
-    ``change`` changes the scores, as by a cap, these are blocks whose scores fit in memory; otherwise it is the tile
-    itself.
+    """Return the parts of ``tile``, a rectangle of queries and keys, that are computed one after the other. If
+    ``change`` changes the scores, for example by a cap, the parts are blocks whose scores fit in memory. Otherwise the
+    only part is the tile itself.
 
-    ``q`` ``[..., s, d]``: the queries of all samples and heads. ``band``: the positions around its own at which a query
-    sees keys.
+    ``q`` ``[..., s, d]``: the queries of all samples and heads. ``band``: how many positions before and after its own a
+    query sees.
     """
     if change.is_none:
         return (tile,)
@@ -367,16 +369,16 @@ class AttentionAccumulator:
     """Accumulates the attention of the queries ``q`` ``[..., heads, queries, d]`` over tiles (rectangles of queries and
     keys), which are added one after another.
 
-    ``band``: the positions around its own that a query sees. ``scale``: the factor of the scores; ``None`` means ``1 /
-    sqrt(d)``. ``width``: the size of the last dim of the values. ``change``: how the scores are changed before the
-    softmax, such as a cap. ``out`` and ``lse``: the attention over the tiles so far and the logsumexp of its scores, in
-    float32 for 16-bit types; ``None`` before the first tile.
+    ``band``: how many positions before and after its own a query sees. ``scale``: the factor of the scores; ``None``
+    means ``1 / sqrt(d)``. ``width``: the size of the last dim of the values. ``change``: how the scores are changed
+    before the softmax, for example by a cap. ``out`` and ``lse``: the attention over the tiles so far and the logsumexp
+    of its scores, in float32 for 16-bit dtypes; ``None`` before the first tile.
     """
 
     q: Tensor
     band: Band
     scale: float | None
-    width: int  # width of a value
+    width: int  # size of the last dim of the values
     out: Tensor | None = None
     lse: Tensor | None = None
     change: ScoreChange = UNCHANGED
@@ -427,7 +429,7 @@ class AttentionAccumulator:
         if any(start < rows.stop and rows.start < stop for start, stop in self._seen):
             before = all_lse[..., rows]
             both = torch.logaddexp(before, lse)
-            # A query that has seen no key so far has minus infinity before and after.
+            # For a query that has seen no key so far, both logsumexps are minus infinity.
             safe = both if self.change.is_none else both.masked_fill(both == -math.inf, 0.0)
             kept = all_out[..., rows, :].mul_((before - safe).exp_().unsqueeze(-1))
             kept.add_(out * (lse - safe).exp_().unsqueeze(-1))
@@ -438,9 +440,8 @@ class AttentionAccumulator:
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return two tensors: the attention over all tiles (rectangles of queries and keys) that were added, ``[...,
-        heads, queries, width]`` in the type of the queries, and the logsumexp of the scores of each query, ``[...,
-        heads, queries]``.
-        """
+        heads, queries, width]`` in the dtype of the queries, and the logsumexp of the scores of each query, ``[...,
+        heads, queries]``."""
         out, lse = self._ensure_result_tensors()
         return copy_position_major(out.to(self.q.dtype)), lse
 
@@ -452,9 +453,9 @@ class AttentionGradients:
 
     ``grad``: the gradient of the result. ``q``: the queries ``[..., heads, queries, d]``. ``out`` and ``lse``: the
     result, and the logsumexp ``[..., heads, queries]`` of the scores over all keys. ``grad_q``: the gradient of the
-    queries so far. ``band``: the positions around its own that a query sees. ``scale``: the factor of the scores;
-    ``None`` means ``1 / sqrt(d)``. ``change``: how the scores are changed before the softmax. ``grad_slopes``: the
-    gradient of its slopes so far, ``[heads]``; without elements unless they are trained.
+    queries so far. ``band``: how many positions before and after its own a query sees. ``scale``: the factor of the
+    scores; ``None`` means ``1 / sqrt(d)``. ``change``: how the scores are changed before the softmax. ``grad_slopes``:
+    the gradient so far of the slopes of ``change``, ``[heads]``; an empty tensor if the slopes are not trained.
     """
 
     grad: Tensor
@@ -501,12 +502,12 @@ class AttentionGradients:
 
 def _make_tile_mask(tile: Tile, band: Band, q: Tensor, cache: _Masks) -> Tensor | None:
     """Return the mask ``[queries, keys]`` to add to the scores of ``tile``, a rectangle of queries and keys: 0 where a
-    query sees a key, minus infinity elsewhere. Return ``None`` if no mask is needed, because the queries see all keys
-    of the tile, or because query ``i`` of the tile sees its keys 0 to ``i``.
+    query sees a key, minus infinity elsewhere. Return ``None`` for a tile of the kind "all" or "diagonal", which needs
+    no mask.
 
-    ``q``: a tensor of the mask's type and device. ``cache``: a cache of masks: (number of queries, number of keys,
-    position of the first query minus that of the first key, visible positions around the query's own) -> mask.
-    ``band``: the positions around its own that a query sees in a tile of the kind "band" without limits of its own.
+    ``q``: a tensor with the dtype and device of the mask. ``cache``: a dict that is read and filled: (number of
+    queries, number of keys, position of the first query minus that of the first key, visible band) -> mask. ``band``:
+    how many positions before and after its own a query sees, in a tile of the kind "band" whose ``limits`` is ``None``.
     """
     if tile.kind in ("all", "diagonal"):
         return None
@@ -518,9 +519,8 @@ def _make_tile_mask(tile: Tile, band: Band, q: Tensor, cache: _Masks) -> Tensor 
 
 
 def find_accumulation_dtype(x: Tensor) -> torch.dtype:
-    """Return the type in which tensors of the type of ``x`` are summed: float32 for 16-bit types, otherwise the type
-    itself.
-    """
+    """Return the dtype in which tensors like ``x`` are summed: float32 if ``x`` has a 16-bit dtype, otherwise the dtype
+    of ``x``."""
     return torch.float32 if x.dtype in _NARROW else x.dtype
 
 
@@ -528,8 +528,8 @@ def make_band_mask(num_queries: int, num_keys: int, offset: int, band: Band, lik
     """Return the mask ``[num_queries, num_keys]`` to add to the scores of a tile (a rectangle of queries and keys): 0
     where a query sees a key, minus infinity elsewhere.
 
-    ``offset``: the position of the first query minus that of the first key. ``band``: the positions around its own that
-    a query sees. ``like``: a tensor of the mask's type and device.
+    ``offset``: the position of the first query minus that of the first key. ``band``: how many positions before and
+    after its own a query sees. ``like``: a tensor with the dtype and device of the mask.
     """
     distance = torch.arange(num_queries, device=like.device).unsqueeze(1) + offset
     distance = distance - torch.arange(num_keys, device=like.device)
@@ -541,15 +541,15 @@ def make_band_mask(num_queries: int, num_keys: int, offset: int, band: Band, lik
     return like.new_zeros(()).masked_fill(hidden, -math.inf)
 
 
-# One tile on one device. Tensors are [batch, heads, positions, d]; with fewer heads of keys than of queries, several
-# query heads share one.
+# One tile on one device. Tensors are [batch, heads, positions, d]. If there are fewer key heads than query heads,
+# several query heads share a key head.
 class TileScoring(NamedTuple):
     """How the attention scores of a tile (a rectangle of queries and keys) are scaled, changed and masked.
 
-    ``diagonal``: whether query ``i`` of the tile (from 0) sees only its keys 0 to ``i``. ``mask``: added to the scores;
-    ``None`` for none. ``scale``: the factor of the scores; ``None`` means ``1 / sqrt(d)``, where ``d`` is the width of
-    a head. ``change``: how the scaled scores are changed. ``offset``: the position of the first query minus that of the
-    first key.
+    ``diagonal``: whether query ``i`` of the tile (from 0) sees only its keys 0 to ``i``. ``mask``: a tensor that is
+    added to the scores, or ``None``. ``scale``: the factor of the scores; ``None`` means ``1 / sqrt(d)``, where ``d``
+    is the width of a head. ``change``: how the scaled scores are changed. ``offset``: the position of the first query
+    minus that of the first key.
     """
 
     diagonal: bool
@@ -559,10 +559,9 @@ class TileScoring(NamedTuple):
     offset: int = 0
 
     def for_block(self, q: Tensor, k: Tensor) -> BlockScoring:
-        """Return the settings of this tile of queries and keys (how its scores are scaled, changed and masked) as a
-        :class:`BlockScoring`: a boolean mask of hidden scores and a numeric factor. The functions that compute
-        attention with changed scores take it. ``q``, ``k``: the tile's queries and keys, ``[..., heads, positions,
-        d]``."""
+        """Return this scoring as a :class:`BlockScoring`, which has a boolean mask of hidden keys and a numeric factor.
+        The functions that compute attention with changed scores (caps, slopes) need this type. ``q``, ``k``: the tile's
+        queries and keys, ``[..., heads, positions, d]``."""
         hidden = None if self.mask is None else self.mask == -math.inf
         if self.diagonal:
             hidden = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu(1)
@@ -571,8 +570,8 @@ class TileScoring(NamedTuple):
 
 
 def compute_tile_attention(q: Tensor, k: Tensor, v: Tensor, scoring: TileScoring) -> tuple[Tensor, Tensor]:
-    """Return two tensors: the attention of queries over the keys of one tile, and the logsumexp of the scores of each
-    query. A tile is a rectangle of queries and keys.
+    """Return two tensors for one tile (a rectangle of queries and keys): the attention of its queries over its keys,
+    and the logsumexp of the scores of each query.
 
     ``q``, ``k``, ``v``: the tile's queries, keys and values ``[batch, heads, positions, d]``. ``scoring``: how the
     scores are scaled, changed and masked.
@@ -595,8 +594,8 @@ def compute_tile_attention(q: Tensor, k: Tensor, v: Tensor, scoring: TileScoring
 def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: TileScoring
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of queries, keys and values through one tile (a rectangle of queries and keys), in their
-    shapes, and the gradient of the slopes that change scores, ``[heads]``; ``None`` in its place if no slopes are
+    """Return four gradients through one tile (a rectangle of queries and keys): those of the queries, keys and values,
+    in their shapes, and that of the slopes that change scores, ``[heads]``. The fourth is ``None`` if no slopes are
     trained.
 
     ``grad``: the gradient of the attention's result for the tile's queries. ``q``, ``k``, ``v``: the tile's queries,
@@ -629,10 +628,10 @@ def attend_backward(
 
 
 def has_flash(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """Return whether torch's flash attention kernel can compute this attention: on a CUDA device of compute capability
-    8.0 or more, with a 16-bit type, without a mask, and with heads of at most 256 elements, a multiple of 8, in queries
-    and values alike. ``q``, ``v``: queries and values ``[..., positions, d]``. ``mask``: the mask that is added to the
-    scores, or ``None``."""
+    """Return whether torch's flash attention kernel can compute an attention. It needs a CUDA device of compute
+    capability 8.0 or more, a 16-bit dtype, no mask, and equal head widths of queries and values: a multiple of 8, at
+    most 256. ``q``, ``v``: queries and values ``[..., positions, d]``. ``mask``: the mask that is added to the scores,
+    or ``None``."""
     width = q.shape[-1]
     return (
         q.is_cuda
@@ -658,23 +657,22 @@ def _compute_masked_scores(q: Tensor, k: Tensor, scoring: TileScoring) -> Tensor
 
 
 def _repeat_key_heads(x: Tensor, q: Tensor) -> Tensor:
-    """Return keys or values ``x`` ``[..., heads, positions, d]`` with heads repeated, so that there is one for each
-    head of ``q``.
-    """
+    """Return keys or values ``x`` ``[..., kv heads, positions, d]`` with each head repeated until there are as many as
+    query heads in ``q``."""
     if x.dim() < 3 or x.shape[-3] == q.shape[-3]:
         return x
     return x.repeat_interleave(q.shape[-3] // x.shape[-3], -3)
 
 
 def _prepare_for_flash(x: Tensor, q: Tensor) -> Tensor:
-    """Return keys or values ``x`` ``[..., heads, positions, d]`` as the flash kernel needs them: unchanged on CUDA; on
-    ROCm with heads repeated, so that there is one for each head of the queries ``q``."""
+    """Return keys or values ``x`` ``[..., kv heads, positions, d]`` in the form that the flash kernel needs: on CUDA
+    unchanged; on ROCm with each head repeated until there are as many as query heads in ``q``."""
     return x if torch.version.hip is None else _repeat_key_heads(x, q)
 
 
 def _sum_repeated_heads(gradient: Tensor, x: Tensor) -> Tensor:
-    """Return ``gradient`` ``[..., query heads, positions, d]`` summed over the query heads that share a head of the
-    keys or values ``x`` ``[..., heads, positions, d]``, in the shape of ``x``."""
+    """Return ``gradient`` ``[..., query heads, positions, d]`` summed over the query heads that share a key head. The
+    result has the shape of the keys or values ``x`` ``[..., kv heads, positions, d]``."""
     if gradient.shape == x.shape:
         return gradient
     heads = x.shape[-3]
@@ -737,30 +735,28 @@ def make_empty_position_major(like: Tensor, width: int) -> Tensor:
 
 
 def make_band(before: int, after: int) -> Band:
-    """Return the range of positions, relative to its own, at which a query sees keys. ``before``, ``after``: how many
-    positions it sees before and after its own; -1 means no limit.
-    """
+    """Return the range of key positions, relative to a query's own, that the query sees. ``before``, ``after``: how
+    many positions the query sees before and after its own; -1 means no limit."""
     return Band(None if before < 0 else before, None if after < 0 else after)
 
 
 def get_band_limits(band: Band) -> tuple[int, int]:
-    """Return ``band``, a range of positions around a query's own, as two integers for an operator's arguments: how many
-    positions the query sees before and after its own; -1 means no limit."""
+    """Return the limits of ``band`` as (before, after), for integer arguments of an operator: how many positions a
+    query sees before and after its own; -1 means no limit."""
     return -1 if band.before is None else band.before, -1 if band.after is None else band.after
 
 
 def make_empty_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Return two empty tensors of the shapes and types of an attention's result and of the logsumexp of its scores, for
-    shape inference. ``q``, ``k``, ``v``: queries, keys and values ``[b, heads, positions, d]``; further arguments are
-    ignored."""
+    """Return two empty tensors with the shapes and dtypes of an attention's result and of the logsumexp of its scores,
+    for shape inference. ``q``, ``k``, ``v``: queries, keys and values ``[b, heads, positions, d]``; further arguments
+    are ignored."""
     return make_empty_position_major(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=find_accumulation_dtype(q))
 
 
 def make_empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return three empty tensors of the shapes and types of the gradients of ``q``, ``k`` and ``v``, the queries, keys
-    and values ``[b, heads, positions, d]`` of an attention, for shape inference. ``grad``: the gradient of the result;
-    it and further arguments are not read.
-    """
+    """Return three empty tensors with the shapes and dtypes of ``q``, ``k`` and ``v``, for shape inference of their
+    gradients. ``q``, ``k``, ``v``: queries, keys and values ``[b, heads, positions, d]`` of an attention. All other
+    arguments are ignored."""
     return tuple(make_empty_position_major(x, x.shape[-1]) for x in (q, k, v))  # type: ignore[return-value]
 
 

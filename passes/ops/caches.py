@@ -1,8 +1,8 @@
 """Write new keys or values into the static cache of an attention, in place.
 
-A cache ``[batch, heads, length, d]`` is an input of a program that generates. The operator writes ``new``
-``[batch, heads, positions, d]`` at the positions from ``start`` on, and returns the cache itself. Graphs treat it as a
-function of its operands. This holds because the write is the only reader of the cache that it is given.
+The cache ``[batch, heads, length, d]`` is an input of a program that generates text. The operator writes ``new``
+``[batch, heads, positions, d]`` at the positions from ``start`` on, and returns the cache itself. Graphs treat the
+operator as a function without side effects. This is correct because no other operator reads the cache before the write.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ def _write_on_cpu(cache: Tensor, new: Tensor, start: Tensor) -> Tensor:
 
 def _write_on_cuda(cache: Tensor, new: Tensor, start: Tensor) -> Tensor:
     """Write ``new`` ``[batch, heads, positions, d]`` into the key or value cache ``cache`` ``[batch, heads, length,
-    d]``, in place, at the positions from ``start`` (a 0-dimensional tensor) on, and return the cache. ``start`` is not
-    read on the host, which would wait for the device.
-    """
+    d]``, in place, and return ``cache``. ``start``: the first position to write, a 0-dimensional tensor. It is not read
+    on the host, because this would wait for the device."""
     cache.index_copy_(CACHE_DIM, torch.arange(new.shape[CACHE_DIM], device=cache.device) + start, new)
     return cache
 

@@ -1,9 +1,9 @@
-"""Matrix products in float32 on a CPU by the faster of the two libraries that torch has: MKL and oneDNN.
+"""Matrix products in float32 on a CPU by the faster of torch's two libraries, MKL and oneDNN.
 
-``torch.mm`` calls MKL, which uses AVX-512 on Intel's processors only; on others, it multiplies with AVX2. oneDNN uses
-what the processor has. On a Zen 5 core, oneDNN takes 0.45 of the time for 256 x 256 x 256 and larger products, with
-operands transposed or not, and as long as MKL for 64 x 64 x 256 (measured with torch 2.13). The choice depends on the
-processor and the sizes alone, so that a run can be repeated bit by bit.
+``torch.mm`` calls MKL, which uses AVX-512 on Intel's processors only; on other processors, MKL uses AVX2. oneDNN uses
+the widest instructions of any processor. On a Zen 5 core, oneDNN takes 0.45 times as long as MKL for 256 x 256 x 256
+and larger products, whether operands are transposed or not, and as long as MKL for 64 x 64 x 256 (measured with torch
+2.13). The choice depends on the processor and the sizes alone, so that runs are reproducible bit by bit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 
 def _read_vendor() -> str:
-    """Return the vendor of the processor, such as ``AuthenticAMD``; empty if the system does not tell."""
+    """Return the vendor of the processor, such as ``AuthenticAMD``; an empty string if it is unknown."""
     try:
         lines = _CPU_INFO.read_text().splitlines()
     except OSError:
@@ -35,7 +35,8 @@ def _read_vendor() -> str:
 
 @cache
 def is_onednn_faster() -> bool:
-    """Return whether oneDNN multiplies large float32 matrices faster than ``torch.mm`` on this machine's processor."""
+    """Return whether oneDNN multiplies large float32 matrices faster than ``torch.mm`` does on this machine's
+    processor."""
     return (
         torch.backends.cpu.get_cpu_capability() == "AVX512"
         and torch.backends.mkl.is_available()
@@ -46,9 +47,8 @@ def is_onednn_faster() -> bool:
 
 
 def should_use_onednn(a: Tensor, b: Tensor) -> bool:
-    """Return whether :func:`multiply` (by oneDNN) is faster than ``torch.mm`` for the matrices ``a`` ``[m, k]`` and
-    ``b`` ``[k, n]``; false unless both are float32.
-    """
+    """Return whether :func:`multiply`, which uses oneDNN, is faster than ``torch.mm`` for the matrices ``a`` ``[m, k]``
+    and ``b`` ``[k, n]``. The result is false if one of them is not float32."""
     return (
         a.dtype == torch.float32 == b.dtype
         and is_onednn_faster()
@@ -58,8 +58,8 @@ def should_use_onednn(a: Tensor, b: Tensor) -> bool:
 
 
 def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return the product of the matrices ``a`` ``[m, k]`` and ``b`` ``[k, n]`` of a CPU by oneDNN, plus ``bias``
-    ``[n]`` unless it is ``None``. The operands may have any strides."""
+    """Return the product of the CPU matrices ``a`` ``[m, k]`` and ``b`` ``[k, n]``, computed by oneDNN, plus ``bias``
+    ``[n]`` if it is not ``None``. The operands may have any strides."""
     made: Tensor = torch.ops.mkldnn._linear_pointwise.default(a, b.t(), bias, "none", [], "")
     return made
 
@@ -70,8 +70,8 @@ def multiply_add(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``x`` ``[..., k]`` times the transpose of ``weight`` ``[n, k]``, plus ``bias`` ``[n]`` unless it is
-    ``None``, by oneDNN."""
+    """Return ``x @ weight.T``, computed by oneDNN, plus ``bias`` ``[n]`` if it is not ``None``. ``x``: ``[..., k]``.
+    ``weight``: ``[n, k]``."""
     made: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
     return made
 
@@ -94,8 +94,8 @@ def multiply_into(total: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
 
 
 def choose_product(target: Any, operands: tuple[Any, ...]) -> Any:
-    """Return the function that computes the ATen operator ``target`` on ``operands`` faster than torch does on a CPU;
-    ``None`` if there is none.
+    """Return a function that computes the ATen operator ``target`` on a CPU faster than torch does, from the same
+    arguments; ``None`` if there is none for these operands.
 
     ``operands``: the operator's tensors: ``(a, b)`` for ``mm``, ``(bias, a, b)`` for ``addmm``, ``(x, weight)`` or
     ``(x, weight, bias)`` for ``linear``. Only their shapes and dtypes are read.

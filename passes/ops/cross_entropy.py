@@ -1,10 +1,10 @@
 """Cross entropy without copies of the logits, which are the largest tensors of a language model.
 
 ``partition::cross_entropy(logits, index, dim)`` is ``logsumexp(logits) - logits[index]`` for each row. Rows are
-processed in pieces, so that temporary tensors (exponentials, in float32 for 16-bit types) stay small. Backward
+processed in pieces, so that temporary tensors (exponentials, in float32 for 16-bit dtypes) stay small. Backward
 recomputes them from the logits and each row's logsumexp. If the classes are sharded, each rank computes
-``target_and_logsumexp`` of its own classes, two numbers per row, and these are combined (Shoeybi et al. 2019,
-Megatron-LM, section 3).
+``target_and_logsumexp`` of its own classes (two numbers per row), and the numbers of all ranks are combined (Shoeybi et
+al. 2019, Megatron-LM, section 3).
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ NARROW = frozenset({torch.float16, torch.bfloat16})
 
 
 def _yield_matching_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield matching pieces of ``logits`` ``[..., classes]`` and of ``others`` ``[..., 1]`` or ``[..., classes]``: each
-    time a tuple of tensors with the same rows. Temporary tensors of the size of a piece then need little memory. A
-    piece of ``logits`` has about 2**24 elements, or a sixteenth of all if that is more; on CPU, it has 2**17 for each
-    thread. Logits with fewer elements than a piece are yielded whole.
-    """
+    """Cut ``logits`` ``[..., classes]`` and the tensors ``others`` ``[..., 1]`` or ``[..., classes]`` into pieces of
+    rows, and yield for each piece a tuple of tensors with the same rows. Temporary tensors of the size of a piece need
+    little memory. A piece of ``logits`` has about 2**24 elements, or a sixteenth of all if that is more; on CPU, it has
+    2**17 for each thread. Logits with fewer elements than a piece are yielded whole."""
     sizes, numel = logits.shape[:-1], logits.numel()
     on_cpu = logits.device.type == "cpu"
     most = _PIECE_CPU * torch.get_num_threads() if on_cpu else max(_PIECE, -(-numel // MOST_PIECES))
@@ -44,7 +43,8 @@ def _yield_matching_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Te
 
 def target_and_logsumexp(logits: Tensor, index: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Return two tensors for the rows of ``logits`` along ``dim``: the logit of each row's target and the logsumexp of
-    each row, both with size 1 along ``dim``. The results have the accumulation type, float32 for 16-bit logits.
+    each row, both with size 1 along ``dim``. Both have the dtype of ``logits``, or float32 if ``logits`` has a 16-bit
+    dtype.
 
     ``index``: the target class of each row, with size 1 along ``dim``.
     """
@@ -63,7 +63,8 @@ def decompose_target_and_logsumexp(logits: Tensor, index: Tensor, dim: int) -> t
     """Return two tensors for the rows of ``logits`` along ``dim``: the logit of each row's target and the logsumexp of
     each row, both with size 1 along ``dim``. ``index``: the target class of each row, with size 1 along ``dim``.
 
-    This is :func:`target_and_logsumexp` in operators that a compiler fuses to one pass over ``logits``.
+    Equivalent to :func:`target_and_logsumexp`, but written with operators that a compiler fuses to one pass over
+    ``logits``.
     """
     wide = logits.to(accumulated_in(logits.dtype))
     largest = wide.amax(dim, keepdim=True)
@@ -79,7 +80,8 @@ def decompose_backward(
     at the index of the target. ``of_target``, ``of_logsumexp``: the gradients of each row's target logit and logsumexp
     along ``dim``. ``index``: the target class of each row. ``logsumexp``: each row's logsumexp, from forward.
 
-    This is :func:`target_and_logsumexp_backward` in operators that a compiler fuses to one pass over ``logits``.
+    Equivalent to :func:`target_and_logsumexp_backward`, but written with operators that a compiler fuses to one pass
+    over ``logits``.
     """
     sums = torch.where(logsumexp.isinf(), 0.0, logsumexp)
     shape = [1] * logits.dim()
@@ -92,8 +94,8 @@ def decompose_backward(
 def target_and_logsumexp_backward(
     of_target: Tensor, of_logsumexp: Tensor, logits: Tensor, index: Tensor, logsumexp: Tensor, dim: int
 ) -> Tensor:
-    """Return the gradient of ``logits``: the softmax times ``of_logsumexp``, plus ``of_target`` at the index of the
-    target.
+    """Return the gradient of ``logits`` through :func:`target_and_logsumexp`: the softmax times ``of_logsumexp``, plus
+    ``of_target`` at the index of the target.
 
     ``of_target``, ``of_logsumexp``: the gradients of each row's target logit and logsumexp along ``dim``. ``index``:
     the target class of each row. ``logsumexp``: each row's logsumexp, from forward. These four have size 1 along
@@ -114,8 +116,8 @@ def cross_entropy(logits: Tensor, index: Tensor, dim: int, dtype: torch.dtype | 
     """Return the cross entropy of each row of ``logits`` along ``dim``, ``logsumexp(logits) - logits[index]``, with
     size 1 along ``dim``.
 
-    ``index``: the target class of each row, with size 1 along ``dim``. ``dtype``: the type of the result; by default
-    that of the logits.
+    ``index``: the target class of each row, with size 1 along ``dim``. ``dtype``: the dtype of the result; ``None``
+    means that of ``logits``.
     """
     target, logsumexp = ops.target_and_logsumexp(logits, index, dim)
     terms: Tensor = logsumexp - target

@@ -1,13 +1,13 @@
 """Attention within documents: several documents are packed into one row, and a query sees keys of its document only.
 
 ``ids`` ``[b, s]`` has an integer for each position; positions with equal integers belong to one document. The ids are
-data: they are an operand, and no matrix of queries by keys is made from them. Within its document a query sees the keys
-of a band of positions (``passes/ops/attention.py``): all of them, those up to its own position, or a window.
+an operand, and no mask of queries by keys is made from them. Within its document a query sees the keys in a band of
+positions (``passes/ops/attention.py``): all keys, those up to its own position, or a window.
 
 A row is cut into runs of equal ids. Attention is computed in the tiles that the band touches between runs of one
 document. Tiles of other documents are skipped, so that work and memory grow with the sum of the squares of the
 documents' lengths. A document may consist of several runs, as on a rank that has two ends of a sequence. On CUDA,
-16-bit types use torch's flash kernel for sequences of different lengths.
+16-bit dtypes use torch's flash kernel for sequences of different lengths.
 """
 
 from __future__ import annotations
@@ -52,21 +52,20 @@ Tiles = tuple[Tile, ...]
 
 
 def find_runs(ids: Tensor, parts: Sequence[PositionRange]) -> list[Runs]:
-    """Return, for each row of ``ids`` ``[b, s]``, its runs as a dict: document id -> tuple of the runs of the document.
-    A run is a range of consecutive positions in the row (start and length) that belong to one document and lie in one
-    of ``parts``.
+    """Return, for each row of ``ids`` ``[b, s]``, a dict: document id -> tuple of the document's runs. A run is a range
+    of consecutive positions of the row that belong to one document and lie in one of ``parts``.
 
-    ``ids``: the document of each position. ``parts``: the ranges of positions that the rank holds; together they have
-    ``s`` positions.
+    ``ids``: the document id of each position. ``parts``: the ranges of positions that the rank holds; together they
+    have ``s`` positions.
     """
     rows = ids.detach().cpu().numpy()
     return [_find_row_runs(row, parts) for row in rows]
 
 
 def _find_row_runs(row: np.ndarray[Any, Any], parts: Sequence[PositionRange]) -> Runs:
-    """Return the runs of the documents in one row of the batch: document id -> tuple of runs. A run is a range of
-    consecutive positions (start and length). ``row``: the document id of each position. ``parts``: the ranges of
-    positions that the rank holds; a run does not cross the border of one."""
+    """Return a dict for one row of the batch: document id -> tuple of the document's runs. A run is a range of
+    consecutive positions that belong to one document and lie in one of ``parts``. ``row``: the document id of each
+    position. ``parts``: the ranges of positions that the rank holds."""
     found: dict[int, list[PositionRange]] = {}
     for part in parts:
         own = row[part.start : part.start + part.length]
@@ -78,12 +77,12 @@ def _find_row_runs(row: np.ndarray[Any, Any], parts: Sequence[PositionRange]) ->
 
 
 def find_prefix_runs(ids: Tensor, prefix: Tensor, parts: Sequence[PositionRange]) -> list[Runs]:
-    """Return, for each row of ``ids`` ``[b, s]``, the runs of keys that all queries of their document see, as a dict:
-    document id -> tuple of runs. A run is a range of consecutive positions in the row (start and length) that belong to
-    one document.
+    """Return, for each row of ``ids`` ``[b, s]``, a dict: document id -> tuple of the runs of the document's prefix. A
+    prefix has the keys that all queries of the document see. A run is a range of consecutive positions of the row that
+    belong to one prefix and lie in one of ``parts``.
 
-    ``ids``: the document of each position. ``prefix`` ``[b, s]``: true at these keys. ``parts``: the ranges of
-    positions that the rank holds; a run does not cross the border of one of them.
+    ``ids``: the document id of each position. ``prefix`` ``[b, s]``: true at the keys of prefixes. ``parts``: the
+    ranges of positions that the rank holds.
     """
     numbers, shown = ids.detach().cpu().numpy(), prefix.detach().cpu().numpy().astype(bool)
     found: list[Runs] = []
@@ -106,11 +105,11 @@ def list_document_tiles(
     documents has to compute.
 
     ``queries`` and ``keys``: for each row, a dict: document id -> its runs (ranges of consecutive positions). ``band``:
-    the positions around its own that a query sees. ``prefixes``: for each row, a dict from document id to runs of keys
-    that the queries of the document see within ``prefix_band``, besides the keys in ``band``; ``None`` for none.
+    how many positions before and after its own a query sees. ``prefixes``: for each row, a dict: document id -> runs of
+    the document's prefix, the keys that a query sees within ``prefix_band``; ``None`` if there are no prefixes.
     ``in_order``: whether the queries of a tile, and its keys, must be consecutive in the whole sequence.
-    ``prefix_band``: the positions around a query's own within which it sees keys of a prefix; they include those in
-    ``band``."""
+    ``prefix_band``: how many positions before and after its own a query sees in a prefix; includes ``band``.
+    """
     found = [
         tuple(tile for d, runs in own.items() if d in theirs for tile in list_tiles(runs, theirs[d], band, in_order))
         for own, theirs in zip(queries, keys, strict=True)
@@ -132,11 +131,9 @@ def list_document_tiles(
 
 
 def group_rows(ids: Tensor) -> list[slice]:
-    """Return the rows of the batch that are computed together, as slices of the batch dim: one slice if all rows have
-    equal document ids, otherwise one for each row.
-
-    ``ids``: the document of each position, ``[b, s]``.
-    """
+    """Return the groups of batch rows that are computed together, as slices of the batch dim: a single slice if all
+    rows have equal document ids, otherwise one slice for each row. ``ids``: the document id of each position, ``[b,
+    s]``."""
     count = ids.shape[0]
     return [slice(0, count)] if bool((ids[1:] == ids[:1]).all()) else [slice(i, i + 1) for i in range(count)]
 
@@ -147,9 +144,9 @@ class DocumentAttention:
     queries, d]``, over tiles (rectangles of queries and keys), row by row.
 
     ``groups``: slices of the batch dim with the rows that are computed together, because their documents are equal.
-    ``band``: the positions around its own that a query sees. ``scale``: the factor of the scores; ``None`` means ``1 /
-    sqrt(d)``. ``width``: the size of the last dim of the values. ``change``: how the scores are changed before the
-    softmax. ``out`` and ``lse``: the result, and the logsumexp of the scores over the keys so far.
+    ``band``: how many positions before and after its own a query sees. ``scale``: the factor of the scores; ``None``
+    means ``1 / sqrt(d)``. ``width``: the size of the last dim of the values. ``change``: how the scores are changed
+    before the softmax. ``out`` and ``lse``: the attention over the tiles so far, and the logsumexp of its scores.
     """
 
     q: Tensor
@@ -175,17 +172,16 @@ class DocumentAttention:
 
     def add(self, tiles: Sequence[Tiles], k: Tensor, v: Tensor) -> None:
         """Add the attention within documents over ``tiles`` to the result so far. ``tiles``: for each row of the batch,
-        a tuple of rectangles of queries and keys. ``k`` and ``v``: all local keys and values, ``[b, kv heads, keys,
-        d]``."""
+        a tuple of tiles (rectangles of queries and keys). ``k`` and ``v``: all local keys and values, ``[b, kv heads,
+        keys, d]``."""
         for group, attention in zip(self.groups, self._rows, strict=True):
             for tile in tiles[group.start]:
                 attention.add(tile, k[group], v[group])
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return two tensors: the attention over all tiles (rectangles of queries and keys) that were added, ``[b,
-        heads, queries, width]`` in the type of the queries, and the logsumexp of the scores of each query, ``[b, heads,
-        queries]``.
-        """
+        heads, queries, width]`` in the dtype of the queries, and the logsumexp of the scores of each query, ``[b,
+        heads, queries]``."""
         return copy_position_major(self.out.to(self.q.dtype)), self.lse
 
 
@@ -195,10 +191,12 @@ class DocumentGradients:
     row.
 
     ``grad``: the gradient of the result. ``q``: the queries. ``out`` and ``lse``: result, and logsumexp of the scores
-    over all keys. ``groups``: slices of the batch dim with the rows that are computed together. ``band``: the positions
-    around its own that a query sees. ``scale``: the factor of the scores; ``None`` means ``1 / sqrt(d)``. ``change``:
-    how the scores are changed before the softmax. ``grad_q``: the gradient of the queries so far. ``grad_slopes``: that
-    of the slopes that change the scores ``[heads]``; without elements unless they are trained."""
+    over all keys. ``groups``: slices of the batch dim with the rows that are computed together, because their documents
+    are equal. ``band``: how many positions before and after its own a query sees. ``scale``: the factor of the scores;
+    ``None`` means ``1 / sqrt(d)``. ``change``: how the scores are changed before the softmax. ``grad_q``: the gradient
+    of the queries so far. ``grad_slopes``: the gradient so far of the slopes of ``change``, ``[heads]``; an empty
+    tensor if the slopes are not trained.
+    """
 
     grad: Tensor
     q: Tensor
@@ -227,8 +225,8 @@ class DocumentGradients:
         """Add the gradients through ``tiles`` of an attention within documents to three tensors in place:
         ``self.grad_q``, ``grad_k`` and ``grad_v``, the gradients of queries, keys and values.
 
-        ``tiles``: for each row of the batch, a tuple of rectangles of queries and keys. ``k`` and ``v``: all local keys
-        and values ``[b, kv heads, keys, d]``.
+        ``tiles``: for each row of the batch, a tuple of tiles (rectangles of queries and keys). ``k`` and ``v``: all
+        local keys and values ``[b, kv heads, keys, d]``.
         """
         for group, found in zip(self.groups, self._rows, strict=True):
             for tile in tiles[group.start]:
@@ -237,14 +235,15 @@ class DocumentGradients:
 
 @lru_cache(maxsize=1024)
 def count_document_pairs(lengths: tuple[int, ...], queries: int, num_ranks: int, zigzag: bool, band: Band) -> float:
-    """Return the number of query-key pairs that attention within documents computes for one row of the batch, on the
-    rank that has most of them; the mean if rows differ. The cost model uses it.
+    """Return the number of query-key pairs that the busiest rank computes per row of the batch (the mean if rows
+    differ), for the cost model of attention within documents.
 
     ``lengths``: the numbers of positions of typical documents, in order. If these documents, joined, fill a whole
     number of rows and none crosses a row's end, the pairs of each rank are counted exactly. Otherwise each position is
     assumed to have the documents' mean number of pairs, and each rank an equal share. ``queries``: the number of
-    queries of each of the ``num_ranks`` ranks that share the sequence. ``zigzag``: each rank has one range of positions
-    from each end of the sequence. ``band``: the positions around its own that a query sees.
+    queries of each of the ``num_ranks`` ranks that share the sequence. ``zigzag``: whether each rank has one range of
+    positions from each end of the sequence, instead of a single range. ``band``: how many positions before and after
+    its own a query sees.
     """
     total, row = sum(lengths), queries * num_ranks
     starts = np.cumsum([0, *lengths[:-1]])
@@ -269,22 +268,22 @@ def _count_row_pairs(
     row: int,
     band: Band,
 ) -> int:
-    """Return the number of query-key pairs that attention within documents computes for some queries of one row of
-    packed documents.
+    """Return the number of query-key pairs that attention within documents computes for the queries at ``places`` in
+    one row of packed documents.
 
     ``places``: the positions of the queries in the row. ``ids``: for each position of the row, the index of its
-    document. ``starts``, ``lengths``: for each document, its start in the sequence of all rows one after another, and
-    its length, in positions. ``row``: the number of positions of a row. ``band``: the positions around its own that a
-    query sees.
+    document. ``starts``: the start of each document in the concatenation of all rows. ``lengths``: the number of
+    positions of each document. ``row``: the number of positions of a row. ``band``: how many positions before and after
+    its own a query sees.
     """
     mine = ids[places]
     return _count_band_pairs(places - starts[mine] % row, np.asarray(lengths)[mine], band)
 
 
 def _count_band_pairs(places: np.ndarray[Any, Any], lengths: Any, band: Band) -> int:
-    """Return the number of query-key pairs of some queries, if each sees the keys of its own document within ``band``,
-    the positions around its own. ``places``: the position of each query in its document, from 0. ``lengths``: the
-    length of the document of each query, in positions; one number if all have the same."""
+    """Return the total number of keys that some queries see, if each query sees the keys of its own document within
+    ``band``. ``places``: the position of each query in its document, from 0. ``lengths``: the length of each query's
+    document in positions; a single number if all are equal."""
     last = lengths - 1
     ends = np.broadcast_to(last, places.shape) if band.after is None else np.minimum(places + band.after, last)
     begins = np.zeros_like(places) if band.before is None else np.maximum(places - band.before, 0)
@@ -333,10 +332,10 @@ def document_attention_backward(
     """Return the gradients of queries, keys and values of an attention within documents, in the shapes of ``q``, ``k``
     and ``v``.
 
-    ``grad``: the gradient of its result. ``q``, ``k``, ``v``: queries ``[b, h, s, d]``, keys and values ``[b, kv, s,
-    d]``. ``ids`` ``[b, s]``: the document of each position. ``out``, ``lse``: its result, and the logsumexp ``[b, h,
-    s]`` of its scores. ``limits``: the two numbers of positions that a query sees before and after its own; -1 means no
-    limit. ``scale``: the factor of the scores; ``None`` means ``1 / sqrt(d)``.
+    ``grad``: the gradient of the attention's result. ``q``, ``k``, ``v``: queries ``[b, h, s, d]``, keys and values
+    ``[b, kv, s, d]``. ``ids`` ``[b, s]``: the document of each position. ``out``, ``lse``: the attention's result, and
+    the logsumexp ``[b, h, s]`` of its scores. ``limits``: (before, after), how many positions a query sees before and
+    after its own; -1 means no limit. ``scale``: the factor of the scores; ``None`` means ``1 / sqrt(d)``.
     """
     band = make_band(*limits)
     runs = find_runs(ids, (PositionRange(0, q.shape[-2], 0),))
@@ -355,15 +354,15 @@ def document_attention_backward(
 # --- CUDA: documents as sequences of different lengths ----------------------------------------------------------------
 def _is_contiguous(rows: Sequence[Runs]) -> bool:
     """Return whether every document of every row is one range of consecutive positions. ``rows``: for each row, a dict:
-    document id -> its ranges."""
+    document id -> the document's ranges of positions."""
     return all(len(runs) == 1 for row in rows for runs in row.values())
 
 
 def _cumulate_lengths(rows: Sequence[Runs], device: torch.device) -> tuple[Tensor, int]:
-    """Return two values: the start of each document in the joined rows of the batch, followed by the end of the last
-    one, in positions (int32 tensor on ``device``); and the length of the longest document.
+    """Return two values: an int32 tensor on ``device`` with the start of each document in the concatenated rows of the
+    batch, followed by the end of the last document; and the length of the longest document. Both count positions.
 
-    ``rows``: for each row, a dict: document id -> its ranges of positions. Each document has one range.
+    ``rows``: for each row, a dict: document id -> the document's ranges of positions, exactly one per document.
     """
     lengths = [runs[0].length for row in rows for runs in row.values()]
     starts = torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32)
@@ -371,24 +370,25 @@ def _cumulate_lengths(rows: Sequence[Runs], device: torch.device) -> tuple[Tenso
 
 
 def _join_rows(x: Tensor) -> Tensor:
-    """Return ``x`` ``[b, h, s, d]`` as the rows of the flash kernel, ``[b * s, h, d]``."""
+    """Return ``x`` ``[b, h, s, d]`` reshaped to ``[b * s, h, d]``, as the flash kernel for sequences of different
+    lengths expects."""
     rows: Tensor = x.transpose(1, 2).flatten(0, 1)
     return rows
 
 
 def _split_rows(x: Tensor, batch: int) -> Tensor:
-    """Return ``x`` ``[b * s, h, d]`` as ``[b, h, s, d]``. ``batch``: the number ``b`` of rows."""
+    """Return ``x`` ``[b * s, h, d]`` as ``[b, h, s, d]``. ``batch``: the size ``b``."""
     rows: Tensor = x.unflatten(0, (batch, -1))
     return rows.transpose(1, 2)
 
 
 def _describe_window(band: Band, longest: int) -> dict[str, int]:
-    """Return the sliding window of an attention as the keyword arguments of torch's flash kernel: ``window_size_left``
-    and ``window_size_right``, in positions. Return an empty dict if no window is needed: a query sees all keys, or all
-    keys up to its own position, for which the kernel has a separate argument.
+    """Return the keyword arguments of torch's flash kernel for a sliding window: ``window_size_left`` and
+    ``window_size_right``, in positions. Return an empty dict if a query sees all keys, or all keys up to its own
+    position: the kernel has another argument for this.
 
-    ``band``: the positions around its own that a query sees. ``longest``: the length of the longest document, which is
-    the window's size on a side without a limit.
+    ``band``: how many positions before and after its own a query sees. ``longest``: the length of the longest document,
+    used as the window's size on a side without a limit.
     """
     if band.is_full or band.is_causal:
         return {}
@@ -402,9 +402,9 @@ def _flash_forward(
     """Compute attention within documents by torch's flash kernel. Return two tensors: the result ``[b, h, s, d]``, and
     the logsumexp of the scores ``[b, h, s]``.
 
-    ``q``, ``k``, ``v``: queries, keys and values. ``documents``: (starts of the documents in the joined rows, followed
-    by the end of the last; length of the longest). ``band``: the positions around its own that a query sees. ``scale``:
-    the factor of the scores; ``None`` means ``1 / sqrt(d)``.
+    ``q``, ``k``, ``v``: queries, keys and values. ``documents``: (tensor of the documents' starts in the concatenated
+    rows, followed by the end of the last one; length of the longest document). ``band``: how many positions before and
+    after its own a query sees. ``scale``: the factor of the scores; ``None`` means ``1 / sqrt(d)``.
     """
     starts, longest = documents
     rows = [_join_rows(x) for x in (q, k, v)]
@@ -427,10 +427,10 @@ def _flash_backward(
     """Return the gradients of queries, keys and values of an attention within documents, computed by torch's flash
     kernel.
 
-    ``grad``: the gradient of the result. ``operands``: queries, keys and values. ``results``: the result, and the
-    logsumexp of the scores. ``documents``: (starts of the documents in the joined rows, followed by the end of the
-    last; length of the longest). ``band``: the positions around its own that a query sees. ``scale``: the factor of the
-    scores; ``None`` means ``1 / sqrt(d)``.
+    ``grad``: the gradient of the result. ``operands``: (queries, keys, values). ``results``: (result, logsumexp of the
+    scores). ``documents``: (tensor of the documents' starts in the concatenated rows, followed by the end of the last
+    one; length of the longest document). ``band``: how many positions before and after its own a query sees. ``scale``:
+    the factor of the scores; ``None`` means ``1 / sqrt(d)``.
     """
     starts, longest = documents
     batch = grad.shape[0]
@@ -444,9 +444,9 @@ def _flash_backward(
 
 
 def combine_ids(ids: Tensor, other: Tensor) -> Tensor:
-    """Return integers ``[b, s]`` that are equal for two positions of a row exactly where both ``ids`` and ``other``,
-    any integers ``[b, s]``, are equal. They are the first position of the row that has the same pair, so that they do
-    not depend on later positions."""
+    """Return integers ``[b, s]`` that identify pairs of ids: two positions of a row get equal integers exactly if both
+    their ``ids`` and their ``other`` are equal. ``ids``, ``other``: any integers ``[b, s]``. The integer of a pair is
+    the first position of the row that has this pair, so it does not depend on later positions."""
     numbers = _find_first_positions(ids) * ids.shape[1] + _find_first_positions(other)
     return _find_first_positions(numbers)
 

@@ -1,8 +1,8 @@
 """Operators that multiply each row by the matrix of its expert, for mixtures of experts.
 
-Models sort the rows by expert, multiply group by group and sort back. Sorted rows of a whole batch cannot be sharded;
-rows in their original order can. The sharding rules therefore see ``expert_mm`` on unsorted rows, and the sort is
-inside this operator. ``passes/experts/sorted_rows.py`` rewrites the sorted form to it.
+Models sort the rows (tokens) by expert, multiply each expert's group of rows, and undo the sort. Sorted rows of a whole
+batch cannot be sharded; rows in their original order can. The sharding rules therefore see ``expert_mm``, which takes
+unsorted rows and sorts them inside. ``passes/experts/sorted_rows.py`` rewrites sorted products to ``expert_mm``.
 
 ``sort_experts`` computes the order, ``sort_rows`` and ``unsort_rows`` apply and undo it (each is the gradient of the
 other), ``grouped_mm`` multiplies each expert's rows by its matrix. The gradients of ``grouped_mm`` are ``grouped_mm``
@@ -36,8 +36,8 @@ _KERNELS = {
 def sort_experts(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Sort rows (tokens) by expert, stably. ``expert`` ``[t]`` has the expert number of each row.
 
-    Return the order ``[t]`` (int64 row indices) and the end of each expert's rows in that order, ``[num_experts]``
-    (int32). Rows whose number is outside ``[0, num_experts)`` come last.
+    Return two tensors: the order ``[t]`` (int64 row indices), and the end of each expert's rows in this order,
+    ``[num_experts]`` (int32). Rows whose number is outside ``[0, num_experts)`` come last.
     """
     others = (expert < 0) | (expert >= num_experts)
     experts, order = expert.masked_fill(others, num_experts).sort(stable=True)
@@ -64,8 +64,8 @@ def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, scaling: str = "") ->
     return the products.
 
     ``rows`` ``[t, k]`` are sorted by expert; ``weight`` ``[e, k, n]``; ``ends`` ``[e]`` has the end of each expert's
-    rows. The result is ``[t, n]``, with zeros behind the last end. ``scaling``: ``"row"``: the operands are rounded to
-    8 bits (``passes/ops/scaled_products.py``); empty: they are not.
+    rows. The result is ``[t, n]``, with zeros in rows after the last end. ``scaling``: if ``"row"``, the operands are
+    rounded to 8 bits (``passes/ops/scaled_products.py``); if empty, they are not rounded.
     """
     if scaling:
         made = multiply_grouped_rows(rows, weight, ends)
@@ -84,12 +84,11 @@ def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, scaling: str = "") ->
 
 
 def grouped_mm_weight(rows: Tensor, grads: Tensor, ends: Tensor) -> Tensor:
-    """Return the gradient ``[e, k, n]`` of the experts' matrices, each of which was multiplied by the rows (tokens) of
-    its expert.
+    """Return the gradient ``[e, k, n]`` of the experts' matrices in the grouped product of :func:`grouped_mm`. For each
+    expert, it is the sum of ``outer(rows[i], grads[i])`` over the expert's rows (tokens) ``i``.
 
-    For each expert, it is the sum of ``outer(rows[i], grads[i])`` over its rows ``i``. ``rows`` ``[t, k]`` and
-    ``grads`` ``[t, n]``, the gradient of the products, are sorted by expert; ``ends`` ``[e]`` has the end of each
-    expert's rows.
+    ``rows`` ``[t, k]`` and ``grads`` ``[t, n]`` (the gradient of the products) are sorted by expert; ``ends`` ``[e]``
+    has the end of each expert's rows.
     """
     if _has_kernel(rows, grads) and not _is_float32_on_cpu(rows, grads):
         return torch._grouped_mm(rows.contiguous().t(), grads.contiguous(), offs=ends)
@@ -102,7 +101,7 @@ def grouped_mm_weight(rows: Tensor, grads: Tensor, ends: Tensor) -> Tensor:
 def add_weight_gradient(total: Tensor, rows: Tensor, grads: Tensor, ends: Tensor, fresh: bool) -> None:
     """Add the gradient of the experts' matrices to ``total`` ``[e, k, n]`` in place, without a temporary tensor.
 
-    ``rows`` ``[t, k]`` and ``grads`` ``[t, n]``, the gradient of the products, are sorted by expert; ``ends`` ``[e]``
+    ``rows`` ``[t, k]`` and ``grads`` ``[t, n]`` (the gradient of the products) are sorted by expert; ``ends`` ``[e]``
     has the end of each expert's rows (tokens). ``fresh``: overwrite ``total`` instead of adding.
     """
     for e, (start, end) in enumerate(_list_group_borders(ends)):
@@ -110,26 +109,23 @@ def add_weight_gradient(total: Tensor, rows: Tensor, grads: Tensor, ends: Tensor
 
 
 def _is_float32_on_cpu(a: Tensor, b: Tensor) -> bool:
-    """Return whether ``a`` and ``b``, the operands of a grouped matrix product (one matrix for each expert), are
-    float32 tensors on the CPU. There, one product after the other, an expert at a time, is faster than torch's grouped
-    product.
-    """
+    """Return whether ``a`` and ``b``, the operands of a grouped matrix product (one matrix per expert), are float32 CPU
+    tensors for which a loop over experts is faster than torch's grouped product."""
     return a.is_cpu and a.dtype == b.dtype == torch.float32 and is_onednn_faster()
 
 
 def _has_kernel(a: Tensor, b: Tensor) -> bool:
-    """Return whether torch has a grouped matrix product (one matrix for each group of rows) for the operands ``a`` and
-    ``b``, two tensors of at least one dim. There is one for some dtypes on some devices, if the rows of both operands
-    are multiples of 16 bytes long."""
+    """Return whether torch has a grouped matrix product (one matrix per group of rows) for the operands ``a`` and
+    ``b``, tensors of at least one dim. This depends on dtype and device, and the last dim of both must be a multiple of
+    16 bytes."""
     sizes = (a.shape[-1], b.shape[-1])
     known = a.dtype == b.dtype and a.dtype in _KERNELS.get(a.device.type, ())
     return known and all(s * a.itemsize % _ALIGNED_BYTES == 0 for s in sizes)
 
 
 def _list_group_borders(ends: Tensor) -> list[tuple[int, int]]:
-    """Return (start, end) of each expert's rows (tokens) among the rows sorted by expert, as row indices. ``ends``: the
-    end of each expert's rows.
-    """
+    """Return a list of (start, end), the range of each expert's rows (tokens) among all rows sorted by expert.
+    ``ends``: the end of each expert's rows."""
     borders = [0, *ends.tolist()]
     return list(pairwise(borders))
 
@@ -189,7 +185,7 @@ def _save_grouped_operands(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, str],
 def _product_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
     rows, weight, ends = ctx.saved_tensors
     of_rows = ops.grouped_mm(grad, weight.transpose(1, 2), ends, ctx.scaling) if ctx.needs_input_grad[0] else None
-    of_weight = ops.grouped_mm_weight(rows, grad, ends) if ctx.needs_input_grad[1] else None  # not in 8 bits
+    of_weight = ops.grouped_mm_weight(rows, grad, ends) if ctx.needs_input_grad[1] else None  # not rounded to 8 bits
     return of_rows, of_weight, None, None
 
 
@@ -210,7 +206,7 @@ def expert_mm(x: Tensor, weight: Tensor, expert: Tensor, scaling: str = "") -> T
     (token) ``i``.
 
     ``x`` ``[t, k]``, ``weight`` ``[e, k, n]``, ``expert`` ``[t]``. Rows whose expert number is outside ``[0, e)`` give
-    zeros. ``scaling``: ``"row"``: the operands are rounded to 8 bits; empty: they are not.
+    zeros. ``scaling``: if ``"row"``, the operands are rounded to 8 bits; if empty, they are not rounded.
     """
     order, ends = sort_experts(expert, weight.shape[0])
     return unsort_rows(grouped_mm(sort_rows(x, order), weight, ends, scaling), order)
@@ -220,28 +216,27 @@ def expert_mm_weight(x: Tensor, grad: Tensor, expert: Tensor, num_experts: int) 
     """Return the gradient ``[num_experts, k, n]`` of the experts' matrices: the sum of ``outer(x[i], grad[i])`` over
     each expert's rows (tokens).
 
-    ``x`` ``[t, k]``: the rows. ``expert`` ``[t]``: the expert number of each. ``grad`` ``[t, n]``: the gradient of the
-    rows' products with the matrices of their experts.
+    ``x`` ``[t, k]``: the rows. ``expert`` ``[t]``: the expert number of each row. ``grad`` ``[t, n]``: the gradient of
+    the rows' products with the matrices of their experts.
     """
     order, ends = sort_experts(expert, num_experts)
     return grouped_mm_weight(sort_rows(x, order), sort_rows(grad, order), ends)
 
 
-_PRODUCTS_BY_GROUP = (torch._grouped_mm, getattr(torch.nn.functional, "grouped_mm", None))  # the latter since 2.10
+_PRODUCTS_BY_GROUP = (torch._grouped_mm, getattr(torch.nn.functional, "grouped_mm", None))  # second: since 2.10
 
 
 class _GroupedProductMode(TorchFunctionMode):
     """Replaces torch's grouped matrix products by ``partition::expert_mm`` while it is active.
 
-    Torch can trace its own operator for bfloat16 only.
+    Torch's own operator can be traced for bfloat16 only.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the torch function ``func`` and return its result. A grouped matrix product is replaced by
-        ``partition::expert_mm`` if it has a form that can be traced. ``types``: unused.
-        """
+        """Call the torch function ``func`` and return its result. A grouped matrix product is replaced by traceable
+        operators where :func:`_multiply_grouped_rows` covers the call. ``types``: unused."""
         kwargs = kwargs or {}
         made = _multiply_grouped_rows(*args, **kwargs) if func in _PRODUCTS_BY_GROUP else None
         return func(*args, **kwargs) if made is None else made
@@ -249,7 +244,7 @@ class _GroupedProductMode(TorchFunctionMode):
 
 def _multiply_grouped_rows(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = None, **options: Any) -> Tensor | None:
     """Return the result of ``torch.nn.functional.grouped_mm(mat_a, mat_b, offs)``, computed by operators that can be
-    traced for any floating-point type; ``None`` for a form of the call that they do not cover.
+    traced for any floating-point dtype; ``None`` if these operators do not cover the call.
 
     ``mat_a``: rows sorted by group, or a batch of matrices. ``mat_b``: one matrix for each group. ``offs``: the end of
     each group's rows; ``None`` for batches. ``options``: the other arguments of the call.
@@ -267,17 +262,17 @@ def _multiply_grouped_rows(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = N
 
 @contextmanager
 def trace_grouped_products() -> Iterator[None]:
-    """Return a context in which torch's grouped matrix products can be traced for all floating-point types."""
+    """Return a context in which torch's grouped matrix products can be traced for all floating-point dtypes."""
     with _GroupedProductMode():
         yield
 
 
 @dataclass(frozen=True)
 class GroupedProduct:
-    """The form of an operator that multiplies rows (tokens), sorted by expert, by the matrices of their experts. Its
-    operands are rows, weight and groups.
+    """The argument conventions of an operator that multiplies rows (tokens), sorted by expert, by the matrices of their
+    experts. The operator's arguments are rows, weight and groups.
 
-    ``groups``: ``"ends"`` if the third operand has the index behind the last row of each expert, ``"sizes"`` if it has
+    ``groups``: ``"ends"`` if the third argument has the end of each expert's rows (exclusive), ``"sizes"`` if it has
     each expert's number of rows. ``transposed``: whether the weight is ``[e, n, k]`` instead of ``[e, k, n]``.
     """
 
@@ -300,40 +295,38 @@ def by_group(name: str, groups: Literal["ends", "sizes"] = "ends", transposed: b
 
     Args:
         name: name of the operator, as ``namespace::name``.
-        groups: ``"ends"`` if the argument ``groups`` has the end of each expert's rows, ``"sizes"`` if it has their
-            number.
-        transposed: whether the weight is ``[e, n, k]`` instead.
+        groups: ``"ends"`` if the argument ``groups`` has the end of each expert's rows, ``"sizes"`` if it has the
+            number of rows of each expert.
+        transposed: whether the weight is ``[e, n, k]`` instead of ``[e, k, n]``.
     """
     _grouped[name] = GroupedProduct(groups, transposed)
 
 
 def find_grouped_product(target: Any) -> GroupedProduct | None:
-    """Return the form (arguments) of ``target``, a node target, if it is an operator that multiplies rows (tokens),
-    sorted by expert, by the matrices of their experts: torch's, or one that the user has declared with
-    ``by_group``. Return ``None`` for any other target."""
+    """Return the argument conventions of the node target ``target`` if it multiplies rows (tokens), sorted by expert,
+    by the matrices of their experts; ``None`` for any other target. Known operators are torch's and those that the user
+    has declared with :func:`by_group`."""
     return _grouped.get(target._schema.name) if isinstance(target, torch._ops.OpOverload) else None
 
 
 def by_expert(target: torch._ops.OpOverload, rows: int = 0, weight: int = 1, expert: int = 2) -> None:
-    """Declare that an operator works on each row with the weight of the row's expert, so that experts can be
-    distributed over ranks.
+    """Declare that an operator multiplies each row by the matrix of its expert, so that experts can be distributed over
+    ranks.
 
-    How the operator may be sharded otherwise is declared by :func:`partitioner.passes.rules.rule`.
+    Other shardings of the operator are declared by :func:`partitioner.passes.rules.rule`.
 
     Args:
         target: the operator.
         rows: index of the rows ``[t, ...]`` among its arguments, from 0.
-        weight: index of the experts' weights ``[e, ...]``.
-        expert: index of the expert ``[t]`` of each row.
+        weight: index of the experts' weights ``[e, ...]`` among its arguments.
+        expert: index of the expert numbers ``[t]`` of the rows among its arguments.
     """
     _products[target] = lambda node: (node.args[rows], node.args[weight], node.args[expert])  # type: ignore
 
 
 def list_row_products() -> Mapping[Any, Callable[[fx.Node], tuple[fx.Node, fx.Node, fx.Node]]]:
-    """Return a dict of the operators that multiply each row by the matrix of its expert, operator -> function. The
-    function takes a node of the operator, and returns its three operands: the nodes of the rows (tokens), of the weight
-    and of the expert numbers.
-    """
+    """Return a dict: operator that multiplies each row (token) by the matrix of its expert -> function. The function
+    takes a node of the operator and returns its three operand nodes: rows, weight and expert numbers."""
     return _products
 
 

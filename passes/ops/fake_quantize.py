@@ -1,9 +1,9 @@
-"""Fake quantisation, for quantisation-aware training, written in elementary operators, for plans and for the reference.
+"""Fake quantisation, for quantisation-aware training, written in elementary operators.
 
 ``y = (clamp(round(x / scale) + zero_point) - zero_point) * scale``. The gradient of ``x`` passes unchanged where
 nothing is clamped and is zero elsewhere. Learned scales and zero points have the gradients of "Learned step size
-quantization" (Esser et al., 2020), as torch's operators define them. The reference (the unmodified model on one
-process) uses these formulas, too, because torch's kernels compute in float32 even on float64.
+quantization" (Esser et al., 2020), as torch's operators define them. Plans use these formulas, and so does the
+reference (the unmodified model on one process), because torch's kernels compute in float32 even on float64.
 
 In each formula, ``run(operator, *arguments)`` executes an operator on tensors or appends it to a graph.
 """
@@ -29,8 +29,8 @@ Run = Callable[..., Any]  # (operator, *its arguments) -> its result
 
 def quantize_per_tensor(run: Run, x: Any, scale: Any, zero_point: Any, quant_min: int, quant_max: int) -> Any:
     """Return ``x`` fake-quantised with one ``scale`` and one ``zero_point`` for all elements; each of the two is a
-    number or a tensor. ``run(operator, *arguments)`` executes an operator on tensors or appends it to a graph.
-    ``quant_min``, ``quant_max``: the smallest and largest quantised level."""
+    number or a tensor. ``run(operator, *arguments)``: executes an operator on tensors or appends it to a graph, and
+    returns its result or node. ``quant_min``, ``quant_max``: the smallest and largest quantised level."""
     return _build_fake_quantize(run, x, scale, zero_point, quant_min, quant_max)
 
 
@@ -39,8 +39,8 @@ def quantize_per_channel(
 ) -> Any:
     """Return ``x`` fake-quantised with one scale and one zero point for each index of its dim ``axis``.
 
-    ``scale``, ``zero_point``: vectors. ``run(operator, *arguments)`` executes an operator on tensors or appends it to a
-    graph. ``quant_min``, ``quant_max``: the smallest and largest quantised level.
+    ``scale``, ``zero_point``: vectors. ``run(operator, *arguments)``: executes an operator on tensors or appends it to
+    a graph, and returns its result or node. ``quant_min``, ``quant_max``: the smallest and largest quantised level.
     """
     scale, zero_point = (_broadcast_along_axis(run, p, x, axis) for p in (scale, zero_point))
     return _build_fake_quantize(run, x, scale, zero_point, quant_min, quant_max)
@@ -50,8 +50,9 @@ def quantize_learnable_per_tensor(
     run: Run, x: Any, scale: Any, zero_point: Any, quant_min: int, quant_max: int, grad_factor: float = 1.0
 ) -> Any:
     """Return ``x`` fake-quantised with one ``scale`` and one ``zero_point`` that are trained. ``run(operator,
-    *arguments)`` executes an operator on tensors or appends it to a graph. ``quant_min``, ``quant_max``: the smallest
-    and largest quantised level. ``grad_factor``: the factor of the gradients of scale and zero point."""
+    *arguments)``: executes an operator on tensors or appends it to a graph, and returns its result or node.
+    ``quant_min``, ``quant_max``: the smallest and largest quantised level. ``grad_factor``: multiplies the gradients of
+    ``scale`` and ``zero_point``."""
     return _build_learnable_quantize(run, x, scale, zero_point, quant_min, quant_max, grad_factor)
 
 
@@ -59,17 +60,17 @@ def quantize_learnable_per_channel(
     run: Run, x: Any, scale: Any, zero_point: Any, axis: int, quant_min: int, quant_max: int, grad_factor: float = 1.0
 ) -> Any:
     """Return ``x`` fake-quantised with trained vectors ``scale`` and ``zero_point``, which have one entry for each
-    index of its dim ``axis``. ``run(operator, *arguments)`` executes an operator on tensors or appends it to a graph.
-    ``quant_min``, ``quant_max``: the smallest and largest quantised level. ``grad_factor``: the factor of the gradients
-    of scales and zero points."""
+    index of the dim ``axis`` of ``x``. ``run(operator, *arguments)``: executes an operator on tensors or appends it to
+    a graph, and returns its result or node. ``quant_min``, ``quant_max``: the smallest and largest quantised level.
+    ``grad_factor``: multiplies the gradients of ``scale`` and ``zero_point``."""
     scale, zero_point = (_broadcast_along_axis(run, p, x, axis) for p in (scale, zero_point))
     return _build_learnable_quantize(run, x, scale, zero_point, quant_min, quant_max, grad_factor)
 
 
 def _broadcast_along_axis(run: Run, parameter: Any, x: Any, axis: int) -> Any:
-    """Return the vector ``parameter``, with one entry for each index of the dim ``axis`` of ``x``, reshaped so that it
-    broadcasts with ``x``. ``run(operator, *arguments)`` executes an operator on tensors or appends it to a graph.
-    """
+    """Return the vector ``parameter`` reshaped to broadcast with ``x`` along the dim ``axis``. It has one entry for
+    each index of this dim. ``run(operator, *arguments)``: executes an operator on tensors or appends it to a graph, and
+    returns its result or node."""
     dims = [1] * len(parse_sizes(x))
     dims[axis] = parse_sizes(parameter)[0]
     return run(aten.reshape.default, parameter, dims)
@@ -79,9 +80,9 @@ def _build_fake_quantize(run: Run, x: Any, scale: Any, zero_point: Any, low: int
     """Return ``x`` rounded to quantised levels and scaled back. Its gradient is 1 where nothing is clamped and 0
     elsewhere.
 
-    ``run(operator, *arguments)`` executes an operator on tensors or appends it to a graph. ``low``, ``high``: the
-    smallest and largest level. ``scale``, ``zero_point``: numbers or tensors that broadcast to ``x``; they get no
-    gradient.
+    ``run(operator, *arguments)``: executes an operator on tensors or appends it to a graph, and returns its result or
+    node. ``low``, ``high``: the smallest and largest level. ``scale``, ``zero_point``: numbers or tensors that
+    broadcast to ``x``; they get no gradient.
     """
     fixed = run(aten.detach.default, x)
     if isinstance(scale, Tensor | fx.Node):
@@ -103,13 +104,12 @@ def _build_fake_quantize(run: Run, x: Any, scale: Any, zero_point: Any, low: int
 def _apply_straight_through(
     run: Run, x: Any, fixed: Any, places: Any, scale: Any, zero_point: Any, low: int, high: int
 ) -> Any:
-    """Return ``(level - zero_point) * scale`` for each of the quantised levels ``places``, clamped to the allowed
-    levels, with a straight-through gradient: the gradient for ``x`` passes unchanged where nothing was clamped and is
-    zero elsewhere.
+    """Clamp the quantised levels ``places`` to the allowed range and return ``(level - zero_point) * scale``, with a
+    straight-through gradient: the gradient of ``x`` passes unchanged where nothing was clamped and is zero elsewhere.
 
-    ``places``: the levels of the elements of ``x``, rounded but not yet clamped. ``low``, ``high``: the smallest and
-    largest allowed level. ``fixed``: ``x`` without a gradient. ``run(operator, *arguments)`` executes an operator on
-    tensors or appends it to a graph.
+    ``places``: the level of each element of ``x``, rounded but not yet clamped. ``low``, ``high``: the smallest and
+    largest allowed level. ``fixed``: ``x`` detached from autograd. ``run(operator, *arguments)``: executes an operator
+    on tensors or appends it to a graph, and returns its result or node.
     """
     clamped = run(aten.clamp.default, places, low, high)
     value = run(aten.mul.Tensor, run(aten.sub.Tensor, clamped, zero_point), scale)
@@ -120,8 +120,9 @@ def _apply_straight_through(
 def _build_learnable_quantize(run: Run, x: Any, scale: Any, zero_point: Any, low: int, high: int, factor: float) -> Any:
     """Return ``x`` rounded to quantised levels and scaled back, with gradients for ``x``, ``scale`` and ``zero_point``.
 
-    ``run(operator, *arguments)`` executes an operator on tensors or appends it to a graph. ``low``, ``high``: the
-    smallest and largest level. ``factor``: multiplies the gradients of scale and zero point.
+    ``run(operator, *arguments)``: executes an operator on tensors or appends it to a graph, and returns its result or
+    node. ``low``, ``high``: the smallest and largest level. ``factor``: multiplies the gradients of scale and zero
+    point.
     """
     fixed, scale_now, zero_now = (run(aten.detach.default, v) for v in (x, scale, zero_point))
     zero = run(aten.clamp.default, run(aten.round.default, zero_now), low, high)
@@ -157,9 +158,9 @@ FORMULAS: dict[str, Callable[..., Any]] = {
 
 
 def _make_rewrite_rule(formula: Callable[..., Any]) -> Rule:
-    """Return a rewrite rule, a function that replaces an operator of a graph. It calls ``formula(build, *args,
-    **kwargs)`` with the operator's arguments; ``build(operator, *arguments)`` appends an operator to the graph and
-    returns its node."""
+    """Return a rewrite rule: a function that replaces an operator of a graph by the operators of ``formula``. The rule
+    calls ``formula(build, *args, **kwargs)`` with the operator's arguments; ``build(operator, *arguments)`` appends an
+    operator to the graph and returns its node."""
 
     def rule(build: Builder, *args: Any, **kwargs: Any) -> Any:
         return formula(build, *args, **kwargs)
@@ -179,11 +180,11 @@ QUANTIZED: dict[Any, Rule] = {
 class FusedQuantizer(NamedTuple):
     """The arguments of ``torch.fused_moving_avg_obs_fake_quant`` after the tensor, with torch's names and order.
 
-    ``observer_on``, ``fake_quant_on``: 1 if the observer, or the quantisation, is on. ``running_min``, ``running_max``:
-    the observed range. ``quant_min``, ``quant_max``: the smallest and largest quantised level. ``ch_axis``: the dim
-    that has a scale for each index if ``per_row_fake_quant``. ``scale``, ``zero_point``: the level of ``x`` is
-    ``round(x / scale) + zero_point``. ``averaging_const``: the weight of new data in the observed range.
-    ``symmetric_quant``: whether the range is symmetric.
+    ``observer_on``: 1 if the observer is on. ``fake_quant_on``: 1 if the quantisation is on. ``running_min``,
+    ``running_max``: the observed range. ``quant_min``, ``quant_max``: the smallest and largest quantised level.
+    ``per_row_fake_quant``: whether each index of the dim ``ch_axis`` has its own scale. ``scale``, ``zero_point``: the
+    level of ``x`` is ``round(x / scale) + zero_point``. ``averaging_const``: the weight of new data in the observed
+    range. ``symmetric_quant``: whether the range is symmetric.
     """
 
     observer_on: Tensor
@@ -202,8 +203,8 @@ class FusedQuantizer(NamedTuple):
     def quantize(self, x: Tensor, where: str) -> Tensor:
         """Return ``x`` fake-quantised, or unchanged if quantisation is off.
 
-        ``where``: the source line, for the message. Raise :class:`UnsupportedError` if the observer, which updates the
-        scale from data, is on.
+        ``where``: the model's source line, for the error message. Raise :class:`UnsupportedError` if the observer,
+        which updates the scale from data, is on.
         """
         if bool(self.observer_on[0] == 1):
             raise UnsupportedError(f"forward observes what it quantises{where}, which {OBSERVERS_OFF}")
@@ -220,7 +221,7 @@ def trace_fused_quantizers(line_now: Callable[[], str] = lambda: "") -> Iterator
     """Return a context in which ``torch.fused_moving_avg_obs_fake_quant`` is replaced by fake quantisation without an
     observer.
 
-    ``line_now`` returns the current source line of the model, for messages. The replacement raises
+    ``line_now`` returns the current source line of the model, for error messages. The replacement raises
     :class:`UnsupportedError` if an observer is on.
     """
 

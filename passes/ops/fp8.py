@@ -2,13 +2,13 @@
 
 Requires: blocks with the operators of one rank, after the last :func:`partitioner.passes.shard.shard_block.fuse_bias`.
 Provides: ``partition::linear_fp8`` in place of ``linear``, ``mm``, ``matmul`` and ``addmm`` with a two-dimensional
-parameter, if the kernels support it (:func:`can_multiply_in_fp8`; the planner prices these products in the same way).
+parameter, if the kernels support it (:func:`can_multiply_in_fp8`, which the planner's cost model uses, too).
 
 With the scaling ``"tensor"``, operands are ``float8_e4m3fn`` and gradients ``float8_e5m2``, and each tensor is scaled
 by its own largest magnitude, computed at every use (Micikevicius et al. 2022, FP8 formats for deep learning). With
-``"row"`` and ``"block"``, all are ``float8_e4m3fn`` with several scales, and with ``"nvfp4"`` 4-bit numbers
-(``passes/ops/scaled_products.py``). The operators keep their name, which saved plans contain. The result has the type
-of the unquantised operands. Non-finite operands give non-finite results.
+``"row"`` and ``"block"``, operands and gradients are ``float8_e4m3fn`` with several scales per tensor. With
+``"nvfp4"``, they are 4-bit numbers (``passes/ops/scaled_products.py``); the operators keep the name ``fp8``, which
+saved plans contain. The result has the dtype of the unquantised operands. Non-finite operands give non-finite results.
 """
 
 from __future__ import annotations
@@ -37,10 +37,8 @@ _MIN_MAGNITUDE = 1e-30  # lower limit of a largest magnitude, so that a tensor o
 
 
 def _quantize_to_fp8(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return two tensors: ``x`` divided by a scale and rounded to the 8-bit type ``dtype``, and this scale
-    (0-dimensional, float32). The scale is such that the largest magnitude in ``x`` becomes the largest number of
-    ``dtype``.
-    """
+    """Return two tensors: ``x`` divided by a scale and rounded to the 8-bit dtype ``dtype``, and this scale
+    (0-dimensional, float32). The scale maps the largest magnitude in ``x`` to the largest number of ``dtype``."""
     largest = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32)
     scale = largest.clamp(min=_MIN_MAGNITUDE) / torch.finfo(dtype).max
     return (x * scale.reciprocal()).to(dtype), scale
@@ -56,13 +54,13 @@ def _multiply_in_fp8(
     scaling: str = "tensor",
     weight: bool = True,
 ) -> Tensor:
-    """Return ``left @ right.T``, plus ``bias`` if given, in the type of ``left``, computed with operands rounded to 8
-    bits, or to 4.
+    """Return ``left @ right.T``, plus ``bias`` if it is not ``None``, in the dtype of ``left``, with operands rounded
+    to 8 bits (4 bits if ``scaling`` is ``"nvfp4"``).
 
-    ``left`` ``[m, k]``, ``right`` ``[n, k]``. ``kinds``: the 8-bit types of the two operands, if each has one scale;
-    they also tell which is a gradient. ``exact``: accumulate in full float32, which gradients need. ``scaling``:
-    ``"tensor"``, ``"row"``, ``"block"`` or ``"nvfp4"``. ``weight``: ``right`` is a weight; otherwise the product is the
-    gradient of one.
+    ``left`` ``[m, k]``, ``right`` ``[n, k]``. ``kinds``: the 8-bit dtypes of the two operands with ``scaling``
+    ``"tensor"``; with ``"nvfp4"``, ``float8_e5m2`` marks an operand that is a gradient. ``exact``: whether to
+    accumulate in full float32, which gradients need. ``scaling``: ``"tensor"``, ``"row"``, ``"block"`` or ``"nvfp4"``.
+    ``weight``: true if ``right`` is a weight; false if the product is the gradient of a weight.
     """
     if scaling == "nvfp4":
         of_left, of_right = (_OPERANDS[kind] for kind in kinds)
@@ -85,11 +83,11 @@ def _flatten_to_rows(x: Tensor) -> Tensor:
 def linear_fp8(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False, scaling: str = "tensor"
 ) -> Tensor:
-    """Return ``x @ weight.T``, plus ``bias`` unless it is ``None``, with ``x`` ``[..., in]`` and ``weight`` ``[out,
+    """Return ``x @ weight.T``, plus ``bias`` if it is not ``None``, with ``x`` ``[..., in]`` and ``weight`` ``[out,
     in]`` rounded to 8 bits. ``bias``: ``[out]``.
 
-    ``transposed``: ``weight`` is ``[in, out]``, and the product is ``x @ weight``. ``scaling``: which numbers share a
-    scale: those of a ``"tensor"``, a ``"row"`` or a ``"block"`` of 32; ``"nvfp4"``: a block of 16 4-bit numbers.
+    ``transposed``: if true, ``weight`` is ``[in, out]`` and the product is ``x @ weight``. ``scaling``: which numbers
+    share a scale: all of a ``"tensor"``, a ``"row"``, a ``"block"`` of 32; ``"nvfp4"``: a block of 16 4-bit numbers.
     """
     rows, kinds = weight.t() if transposed else weight, (_NUMBERS, _NUMBERS)
     product = _multiply_in_fp8(_flatten_to_rows(x), rows, kinds, exact=False, bias=bias, scaling=scaling)
@@ -100,7 +98,7 @@ def linear_fp8_input(grad: Tensor, weight: Tensor, transposed: bool = False, sca
     """Return the gradient of ``x`` in a linear layer ``x @ weight.T``, with both operands rounded to 8 bits.
 
     ``grad`` ``[..., out]``: the gradient of the layer's result. ``weight``: ``[out, in]``, or ``[in, out]`` if
-    ``transposed``. ``scaling``: as of :func:`linear_fp8`.
+    ``transposed``. ``scaling``: see :func:`linear_fp8`.
     """
     rows = weight if transposed else weight.t()
     kinds = _GRADIENTS, _NUMBERS
@@ -111,8 +109,8 @@ def linear_fp8_input(grad: Tensor, weight: Tensor, transposed: bool = False, sca
 def linear_fp8_weight(grad: Tensor, x: Tensor, transposed: bool = False, scaling: str = "tensor") -> Tensor:
     """Return the gradient of ``weight`` in a linear layer ``x @ weight.T``, with both operands rounded to 8 bits.
 
-    ``grad`` ``[..., out]``: the gradient of the layer's result. ``x`` ``[..., in]``: its input. ``transposed``:
-    ``weight``, and so the result, is ``[in, out]`` instead of ``[out, in]``. ``scaling``: as of :func:`linear_fp8`.
+    ``grad`` ``[..., out]``: the gradient of the layer's result. ``x`` ``[..., in]``: its input. ``transposed``: whether
+    ``weight`` and its gradient are ``[in, out]`` instead of ``[out, in]``. ``scaling``: see :func:`linear_fp8`.
     """
     left, right = _flatten_to_rows(grad).t(), _flatten_to_rows(x).t()
     if transposed:
@@ -155,9 +153,9 @@ def _save_linear_operands(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None,
 
 
 def _compute_linear_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of input, weight and bias of a linear layer in 8 bits, as many as forward got arguments;
-    ``None`` for one that is not needed. ``ctx``: the autograd context that forward has filled. ``grad`` ``[..., out]``:
-    the gradient of the layer's result."""
+    """Return a gradient for each argument that :func:`linear_fp8` got (input, weight, bias, options), ``None`` where
+    none is needed. ``ctx``: the autograd context that forward has filled. ``grad`` ``[..., out]``: the gradient of the
+    layer's result."""
     (x, weight), needed = ctx.saved_tensors, ctx.needs_input_grad  # one entry per given argument; defaults have none
     of_x = ops.linear_fp8_input(grad, weight, *ctx.how) if needed[0] else None
     of_weight = ops.linear_fp8_weight(grad, x, *ctx.how) if needed[1] else None
@@ -172,10 +170,10 @@ torch.library.register_autograd(
 
 @dataclass(frozen=True)
 class WeightProduct:
-    """The operands of a matrix product of activations ``x`` with a two-dimensional parameter or buffer (``weight``), or
+    """The operands of a matrix product of activations ``x`` with ``weight``, a two-dimensional parameter or buffer, or
     a view of one.
 
-    ``bias``: the vector that is added; ``None`` if there is none. ``transposed``: the product is ``x @ weight``, not
+    ``bias``: the vector that is added to the product, or ``None``. ``transposed``: true for ``x @ weight``, false for
     ``x @ weight.T``.
     """
 
@@ -203,9 +201,9 @@ _PLACES: dict[Any, tuple[int, int, int, bool]] = {
 
 def match_weight_product(node: fx.Node, states: Collection[str]) -> WeightProduct | None:
     """Return the operands of ``node`` if it is a matrix product with a parameter or buffer that may be computed in 8
-    bits; ``None`` if it is not. Types and divisibility of the sizes are not checked here.
+    bits; ``None`` if it is not. Dtypes and the divisibility of sizes are not checked here.
 
-    ``states``: the names of the placeholders that are parameters or buffers.
+    ``states``: the names of the placeholders of parameters and buffers.
     """
     if node.target not in _PLACES or node.kwargs:  # addmm may have alpha and beta
         return None
@@ -221,9 +219,7 @@ def match_weight_product(node: fx.Node, states: Collection[str]) -> WeightProduc
 
 
 def _is_state(node: fx.Node, states: Collection[str]) -> bool:
-    """Return whether ``node`` is a placeholder whose name is in ``states`` (parameters and buffers), or a view
-    of one.
-    """
+    """Return whether ``node`` is a parameter or buffer (a placeholder whose name is in ``states``) or a view of one."""
     while isinstance(node.target, torch._ops.OpOverload) and len(node.all_input_nodes) == 1:
         if all(result.alias_info is None for result in node.target._schema.returns):
             return False
@@ -232,16 +228,18 @@ def _is_state(node: fx.Node, states: Collection[str]) -> bool:
 
 
 def alignment(scaling: str) -> int:
-    """Return the number of which all sizes of a product must be multiples. ``scaling``: which numbers share a scale."""
+    """Return the number of which all sizes of a low-precision matrix product must be multiples. ``scaling``:
+    ``"tensor"``, ``"row"``, ``"block"`` or ``"nvfp4"``."""
     return BLOCK if scaling in ("block", "nvfp4") else ALIGNED
 
 
 def can_multiply_in_fp8(product: WeightProduct, scaling: str = "tensor") -> bool:
-    """Return whether the 8-bit kernels support the types and sizes of the matrix product ``product``.
+    """Return whether the 8-bit kernels (4-bit for ``"nvfp4"``) support the dtypes and sizes of the matrix product
+    ``product``.
 
-    All operands must have one 16-bit type, and all sizes must be multiples of ``ALIGNED`` (16), or of 32 with the
-    ``scaling`` ``"block"`` or ``"nvfp4"``: each size is that of the summed dim in one of the three products of forward
-    and backward, and rows of 4-bit numbers must be multiples of 16 bytes.
+    All operands must have the same 16-bit dtype. All sizes must be multiples of ``ALIGNED`` (16), or of 32 with the
+    ``scaling`` ``"block"`` or ``"nvfp4"``: each size is the summed dim of one of the three products of forward and
+    backward, and rows of 4-bit numbers must be multiples of 16 bytes.
     """
     aligned = alignment(scaling)
     operands = [o.meta["val"] for o in (product.x, product.weight, product.bias) if o is not None]
@@ -250,11 +248,10 @@ def can_multiply_in_fp8(product: WeightProduct, scaling: str = "tensor") -> bool
 
 
 def find_weight_products(block: Block, scaling: str = "tensor") -> dict[fx.Node, WeightProduct]:
-    """Return the matrix products in the graph of ``block`` (a piece of the model) that can be computed in 8 bits, or in
-    4: a dict from the product's node to its operands. ``scaling``: which numbers share a scale: those of a
-    ``"tensor"``, a ``"row"`` or a ``"block"`` of 32; ``"nvfp4"``: 4-bit numbers, except in products of which a loss or
-    a choice is made (:func:`find_deciding_products`).
-    """
+    """Return the matrix products in the graph of ``block`` (a piece of the model) that can be computed in 8 bits (4
+    bits for ``"nvfp4"``), as a dict: node of the product -> its operands. ``scaling``: which numbers share a scale: all
+    of a ``"tensor"``, a ``"row"``, a ``"block"`` of 32; ``"nvfp4"``: a block of 16 4-bit numbers. With ``"nvfp4"``, the
+    products of :func:`find_deciding_products` (heads and routers) are left out."""
     states = frozenset(block.states)
     known = {node: match_weight_product(node, states) for node in block.graph.nodes}
     left = find_deciding_products(block) if scaling == "nvfp4" else frozenset[fx.Node]()
@@ -266,9 +263,9 @@ def find_weight_products(block: Block, scaling: str = "tensor") -> dict[fx.Node,
 
 
 def find_deciding_products(block: Block) -> frozenset[fx.Node]:
-    """Return the matrix products with weights in the graph of ``block`` (a piece of the model) of which a scalar
-    result, such as a loss, or a choice is made without another such product: the head of a language model, and the
-    routers to experts. They keep 16 bits in NVFP4, as in NVIDIA's recipe."""
+    """Return the last matrix products with weights, in the graph of ``block`` (a piece of the model), before a
+    floating-point scalar output (such as a loss) or a discrete choice (top-k, argmax, sort): the head of a language
+    model, and the routers to experts. They keep 16 bits in NVFP4, as in NVIDIA's recipe."""
     states, found = frozenset(block.states), set[fx.Node]()
     ahead = [node for node in block.outputs if not node.meta["val"].dim() and node.meta["val"].is_floating_point()]
     ahead += [node for node in block.graph.nodes if node.target in _CHOICES]
@@ -285,10 +282,10 @@ def find_deciding_products(block: Block) -> frozenset[fx.Node]:
 
 def find_expert_products(block: Block, scaling: str) -> set[fx.Node]:
     """Return the nodes in the graph of ``block`` (a piece of the model) that multiply rows by the matrices of their
-    experts and can be computed in 8 bits. These must be bfloat16 products with both dims of a matrix multiples of 16.
-    The gradients of the matrices are not computed in 8 bits.
+    experts and can be computed in 8 bits: bfloat16 products with both dims of a matrix multiples of 16. The gradients
+    of the matrices are not computed in 8 bits.
 
-    ``scaling``: which numbers share a scale; the result is empty unless it is ``"row"``, one scale for each row.
+    ``scaling``: which numbers share a scale. Only ``"row"`` is supported; the result is empty for any other value.
     """
     states, found = frozenset(block.states), set[fx.Node]()
     for node in block.graph.nodes if scaling == "row" else ():
@@ -302,12 +299,12 @@ def find_expert_products(block: Block, scaling: str) -> set[fx.Node]:
 
 
 def convert_products_to_fp8(block: Block, scaling: str = "tensor") -> int:
-    """Change the matrix products in the graph of ``block`` (a piece of the model) that can be computed in 8 bits, in
-    place: products with parameters become ``linear_fp8``, and products of rows with the matrices of their experts get
-    the argument ``scaling``.
+    """Convert, in place, the matrix products in the graph of ``block`` (a piece of the model) that can be computed in 8
+    bits (4 bits for ``"nvfp4"``). Products with parameters become ``linear_fp8``, and products of rows with the
+    matrices of their experts get the argument ``scaling``.
 
-    Return the number of changed products. ``scaling``: which numbers share a scale: all of a tensor (``"tensor"``), a
-    row (``"row"``) or 32 of a row (``"block"``).
+    Return the number of converted products. ``scaling``: which numbers share a scale: all of a ``"tensor"``, a
+    ``"row"``, a ``"block"`` of 32; ``"nvfp4"``: a block of 16 4-bit numbers.
     """
     found = find_weight_products(block, scaling)
     for node, product in found.items():
@@ -322,9 +319,8 @@ def convert_products_to_fp8(block: Block, scaling: str = "tensor") -> int:
 
 
 def restore_products(block: Block) -> None:
-    """Replace all products in 8 bits in the graph of ``block`` (a piece of the model) by ordinary products, in place:
-    the operators ``linear_fp8``, and products of rows with the matrices of their experts.
-    """
+    """Undo :func:`convert_products_to_fp8` in place: replace the low-precision products in the graph of ``block`` (a
+    piece of the model) by ordinary products."""
     for node in block.graph.nodes:
         if node.target is ops.expert_mm.default:
             node.args = node.args[:3]

@@ -1,13 +1,13 @@
 """Counter-based random numbers: a seed draws the same numbers under every plan.
 
-An element's number is a hash of the step's seed, the number of the operator's stream and the element's index in the
-whole tensor. Each random operator of the model has its own stream. The index is computed from sums of ``arange``, which
-are sharded like any other operator, so each rank draws only the numbers of its own shard. The hash is splitmix64
-(Steele, Lea and Flood, OOPSLA 2014).
+An element's random number is a hash of the step's seed, the operator's stream number and the element's index in the
+whole (unsharded) tensor. Each random operator of the model has its own stream number. The index is computed from sums
+of ``arange``, which are sharded like any other operator, so each rank draws only the numbers of its own shard. The hash
+is splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
 
-One table gives the formula of each of torch's random operators, for plans and for the reference (the unmodified model
-on one process). A formula runs on tensors or on graph nodes. Its result has no gradient; if torch's operator has one, a
-rule of the normal form adds it.
+One table has a formula for each of torch's random operators. Plans and the reference (the unmodified model on one
+process) use the same formulas, which run on tensors or on graph nodes. The result of a formula has no gradient; if
+torch's operator has one, a rule of the normal form adds it.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ _BITS = 24  # random bits per number: the significand of a float32
 
 
 def format_stream_name(index: int) -> str:
-    """Return the name of the constant with the stream number of the model's ``index``-th random operator, counted from
-    0. A stream number is an integer that is hashed together with the seed, so that operators with different stream
-    numbers draw different numbers from one seed."""
+    """Return the name of the constant that holds the stream number of the model's ``index``-th random operator, counted
+    from 0. A stream number is hashed together with the seed, so that operators draw different numbers from one seed."""
     return f"random.stream.{index}"
 
 
@@ -57,15 +56,15 @@ def _shift_right_unsigned(x: Tensor, bits: int) -> Tensor:
 
 
 def _hash_element_index(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
-    """Return 64 random bits (int64) for each element of ``index``, the indices of elements in a whole tensor: a hash of
-    the index, the seed and the stream number. ``seed``, ``stream``: 0-dimensional int64 tensors; random operators with
-    different stream numbers draw different numbers."""
+    """Return 64 random bits (int64) for each element of ``index``: a hash of this index, the seed and the stream
+    number. ``index``: the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64 tensors;
+    random operators with different stream numbers draw different numbers."""
     # The finalizer maps zero to zero, so one is added first.
     return _finalize_hash_bits((index + (stream * _STREAM_STRIDE + seed * _GOLDEN)).add_(1).mul_(_GOLDEN))
 
 
 def _finalize_hash_bits(x: Tensor) -> Tensor:
-    """Apply the finalizer of splitmix64 to the int64 tensor ``x``, in place, and return it."""
+    """Apply the finalizer of splitmix64 to the int64 tensor ``x``, in place, and return ``x``."""
     x.bitwise_xor_(_shift_right_unsigned(x, 30)).mul_(_MIX1)
     x.bitwise_xor_(_shift_right_unsigned(x, 27)).mul_(_MIX2)
     return x.bitwise_xor_(_shift_right_unsigned(x, 31))
@@ -76,7 +75,7 @@ def uniform(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
     stream.
 
     ``index`` (int64, any shape): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64
-    tensors; operators with different streams draw different numbers.
+    tensors; operators with different stream numbers draw different numbers.
     """
     return (
         _shift_right_unsigned(_hash_element_index(index, seed, stream), 64 - _BITS).to(torch.float32).mul_(2.0**-_BITS)
@@ -92,7 +91,7 @@ def normal(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
     """Draw float32 numbers of the standard normal distribution (Box and Muller 1958), one per element of ``index``.
 
     ``index`` (int64, any shape): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64
-    tensors; operators with different streams draw different numbers.
+    tensors; operators with different stream numbers draw different numbers.
     """
     x = _hash_element_index(index, seed, stream)
     radius = _bits_to_open_interval(_shift_right_unsigned(x, 64 - _BITS)).log_().mul_(-2.0).sqrt_()
@@ -106,7 +105,7 @@ def exponential(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
     """Draw float32 numbers of the exponential distribution with rate 1, one per element of ``index``.
 
     ``index`` (int64, any shape): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64
-    tensors; operators with different streams draw different numbers.
+    tensors; operators with different stream numbers draw different numbers.
     """
     return (
         _bits_to_open_interval(_shift_right_unsigned(_hash_element_index(index, seed, stream), 64 - _BITS))
@@ -124,7 +123,7 @@ def bits(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
     """Draw uniform integers (int64) in [0, 2**63), one per element of ``index``.
 
     ``index`` (int64, any shape): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64
-    tensors; operators with different streams draw different numbers.
+    tensors; operators with different stream numbers draw different numbers.
     """
     return _shift_right_unsigned(_hash_element_index(index, seed, stream), 1)
 
@@ -133,7 +132,7 @@ def fraction(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
     """Draw uniform float64 numbers with 52 random bits in the open interval (0, 1), for inverse distribution functions.
 
     ``index`` (int64, any shape): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64
-    tensors; operators with different streams draw different numbers.
+    tensors; operators with different stream numbers draw different numbers.
     """
     return _hash_to_fraction(_hash_element_index(index, seed, stream))
 
@@ -145,8 +144,8 @@ def _hash_to_fraction(hashed: Tensor) -> Tensor:
 
 class _ElementGenerators:
     """A splitmix64 generator for each element of a tensor, seeded by a hash of the element's index; for samplers that
-    need several numbers for an element. ``index``: the elements' indices in the whole tensor. ``seed``, ``stream``:
-    0-dimensional int64 tensors; operators with different streams draw different numbers."""
+    need several random numbers per element. ``index``: the elements' indices in the whole tensor. ``seed``, ``stream``:
+    0-dimensional int64 tensors; operators with different stream numbers draw different numbers."""
 
     def __init__(self, index: Tensor, seed: Tensor, stream: Tensor) -> None:
         self.state = _hash_element_index(index, seed, stream)
@@ -164,22 +163,22 @@ class _ElementGenerators:
 
 
 def _are_all_done(left: Tensor) -> bool:
-    """Return whether no element of the boolean tensor ``left`` is true, so that further rounds of a sampler can be
-    skipped; always false on accelerators, where reading the answer would make the device synchronise with the host.
-    Skipping changes no result.
-    """
+    """Return whether further rounds of a sampler can be skipped, because no element of the boolean tensor ``left`` is
+    true. The answer is always false on accelerators, where reading the tensor would synchronise the device with the
+    host. Skipping changes no result."""
     return left.device.type == "cpu" and not bool(left.any())
 
 
 def gamma(index: Tensor, seed: Tensor, stream: Tensor, concentration: Tensor) -> Tensor:
-    """Draw numbers of the gamma distribution with rate 1, one per element of ``index``, in the type of
+    """Draw numbers of the gamma distribution with rate 1, one per element of ``index``, in the dtype of
     ``concentration``. Uses the rejection method of Marsaglia and Tsang (2000) in float64 with ``ROUNDS`` (32) rounds;
-    each element takes its first accepted candidate. A round accepts at least 95 of 100 candidates, so an element is
-    left without one with a probability below 1e-40; it is then ``concentration - 1/3``. For a concentration below 1,
-    the number is drawn for ``concentration + 1`` and multiplied by ``u ** (1 / concentration)`` with a uniform ``u``.
+    each element takes its first accepted candidate. A round accepts at least 95 of 100 candidates, so the probability
+    that an element has none is below 1e-40; its result is then ``concentration - 1/3``. For a concentration below 1,
+    the result is drawn for ``concentration + 1`` and multiplied by ``u ** (1 / concentration)`` with a uniform ``u``.
 
     ``index`` (int64): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64 tensors;
-    operators with different streams draw different numbers. ``concentration``: the shape parameter for each element.
+    operators with different stream numbers draw different numbers. ``concentration``: the shape parameter for each
+    element.
     """
     own = _ElementGenerators(index, seed, stream)
     alpha = concentration.to(torch.float64)
@@ -200,11 +199,11 @@ def gamma(index: Tensor, seed: Tensor, stream: Tensor, concentration: Tensor) ->
 
 
 def poisson(index: Tensor, seed: Tensor, stream: Tensor, rate: Tensor) -> Tensor:
-    """Draw numbers of the Poisson distribution with mean ``rate``, one per element of ``index``, in the type of
-    ``rate``. Inverts the distribution function, a regularised upper incomplete gamma function, by bisection in float64.
+    """Draw numbers of the Poisson distribution with mean ``rate``, one per element of ``index``, in the dtype of
+    ``rate``. Inverts the distribution function, a regularized upper incomplete gamma function, by bisection in float64.
 
     ``index`` (int64): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64 tensors;
-    operators with different streams draw different numbers.
+    operators with different stream numbers draw different numbers.
     """
     u, mean = fraction(index, seed, stream), rate.to(torch.float64)
     # The probability outside of the interval is below 2**-53 (Chernoff's bound).
@@ -220,14 +219,15 @@ def poisson(index: Tensor, seed: Tensor, stream: Tensor, rate: Tensor) -> Tensor
 
 
 def binomial(index: Tensor, seed: Tensor, stream: Tensor, count: Tensor, prob: Tensor) -> Tensor:
-    """Draw numbers of the binomial distribution, one per element of ``index``, in the type of ``count``; computed in
+    """Draw numbers of the binomial distribution, one per element of ``index``, in the dtype of ``count``; computed in
     float64.
 
     ``index`` (int64): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64 tensors;
-    operators with different streams draw different numbers. ``count``: the number of trials. ``prob``: the probability
-    of success. If fewer than 10 successes are expected, inverts the distribution function term by term. Otherwise uses
-    BTRS (Hormann 1993) with ``ROUNDS`` (32) rounds; each element takes its first accepted candidate. A round accepts at
-    least 3 of 4 candidates, so an element is left without one with a probability below 1e-19; it is then the mode.
+    operators with different stream numbers draw different numbers. ``count``: the number of trials. ``prob``: the
+    probability of success. If fewer than 10 successes are expected, inverts the distribution function term by term.
+    Otherwise uses BTRS (Hormann 1993) with ``ROUNDS`` (32) rounds; each element takes its first accepted candidate. A
+    round accepts at least 3 of 4 candidates, so the probability that an element has none is below 1e-19; its result is
+    then the mode.
     """
     own = _ElementGenerators(index, seed, stream)
     n, p = count.to(torch.float64).expand(index.shape), prob.to(torch.float64).expand(index.shape)
@@ -255,10 +255,8 @@ def binomial(index: Tensor, seed: Tensor, stream: Tensor, count: Tensor, prob: T
 
 
 def _draw_few_successes(u: Tensor, n: Tensor, p: Tensor) -> Tensor:
-    """Return, element by element, the number of successes of the binomial distribution at the quantile ``u`` in (0, 1),
-    for ``n`` trials with success probability ``p``. Valid if fewer than 10 successes are expected: at most 96 terms are
-    summed.
-    """
+    """Return, for each element, the quantile ``u`` (in (0, 1)) of the binomial distribution with ``n`` trials and
+    success probability ``p``. Valid if fewer than 10 successes are expected: at most 96 terms are summed."""
     term = (n * torch.log1p(-p)).exp()
     total, k, ratio = term, torch.zeros_like(u), p / (1 - p)
     for step in range(_MOST_SUCCESSES):
@@ -273,8 +271,7 @@ def _draw_few_successes(u: Tensor, n: Tensor, p: Tensor) -> Tensor:
 
 def gamma_grad(concentration: Tensor, sample: Tensor) -> Tensor:
     """Return the derivative of each gamma distributed number in ``sample`` with respect to the ``concentration`` from
-    which it was drawn, by torch's implicit differentiation. Both tensors and the result have one shape.
-    """
+    which it was drawn, by torch's implicit differentiation. Both tensors and the result have the same shape."""
     return torch._standard_gamma_grad(concentration, sample)
 
 
@@ -332,11 +329,12 @@ DRAWS = frozenset(
 
 
 def make_element_index(shape: tuple[int, ...], device: torch.device, group: int = 0) -> Tensor:
-    """Return the int64 index of every element of a tensor of ``shape``, in row-major order, as a tensor of this shape
-    on ``device``. Random numbers are hashes of these indices.
+    """Return an int64 tensor of ``shape`` on ``device`` that has the row-major index of every element. Random numbers
+    are hashes of these indices.
 
-    ``group``: the index, from 0, of the group of samples that the tensor belongs to, such as a microbatch. The elements
-    of earlier groups, whose tensors have this shape too, are counted first, so that no index occurs in two groups.
+    ``group``: the index, from 0, of the group of samples that the tensor belongs to, such as a microbatch. Indices
+    start after the elements of all earlier groups, whose tensors have the same shape, so that no index occurs in two
+    groups.
     """
     count = torch.Size(shape).numel()
     return torch.arange(group * count, (group + 1) * count, device=device).view(shape)
@@ -350,13 +348,13 @@ def draw_whole_tensor(
     group: int = 0,
     parameters: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Return a tensor of ``shape`` on ``device`` with random numbers: those that all ranks together draw for the whole
-    tensor when they run a plan.
+    """Return a tensor of ``shape`` on ``device`` with the random numbers that the ranks of a plan, each for its own
+    shard, draw for the whole tensor.
 
     ``distribution``: an operator that draws a number for each element index, such as ``partition::uniform``. ``at``:
-    [seed, stream number of the random operator], from which the numbers follow. ``group``: the index, from 0, of the
-    group of samples, such as a microbatch, that the tensor belongs to; each group has other numbers. ``parameters``:
-    the distribution's own operands, such as a rate.
+    [seed, stream number of the random operator]. ``group``: the index, from 0, of the group of samples, such as a
+    microbatch, that the tensor belongs to; each group has other numbers. ``parameters``: the parameters of the
+    distribution, such as a rate.
     """
     places = (torch.tensor(v, device=device) for v in at)
     numbers: Tensor = distribution(make_element_index(shape, device, group), *places, *parameters)
@@ -366,9 +364,9 @@ def draw_whole_tensor(
 def apply_dropout(x: Tensor, p: float, seed: int, stream: int, group: int = 0) -> Tensor:
     """Return a whole tensor ``x`` after dropout with probability ``p``; kept elements are scaled by ``1 / (1 - p)``.
 
-    ``seed``, ``stream``: the integers from which the mask is drawn: the seed of the step, and the stream number of the
-    dropout operator. ``group``: the index, from 0, of the group of samples, such as a microbatch, that ``x`` belongs
-    to; each group has another mask.
+    ``seed``: the seed of the step. ``stream``: the stream number of the dropout operator; operators with different
+    stream numbers have different masks. ``group``: the index, from 0, of the group of samples, such as a microbatch,
+    that ``x`` belongs to; each group has another mask.
     """
     kept = draw_whole_tensor(ops.uniform.default, tuple(x.shape), x.device, [seed, stream], group) >= p
     return torch.where(kept, x * (1.0 / (1.0 - p) if p < 1 else 0.0), torch.zeros_like(x))
@@ -377,16 +375,17 @@ def apply_dropout(x: Tensor, p: float, seed: int, stream: int, group: int = 0) -
 Run = Callable[..., Any]  # (operator, *its arguments) -> its result
 # (operator of ``DRAWS``, sizes, *parameters of the distribution) -> numbers in a new stream
 Numbers = Callable[..., Any]
-_MOST_WHOLE = 1 << 40  # in a larger range that is no power of two, low integers would be noticeably more frequent
+_MOST_WHOLE = 1 << 40  # in a larger range that is not a power of two, low integers would be noticeably more frequent
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """The interface through which a function that imitates one of torch's random operators draws its numbers, on
-    tensors or on graph nodes. ``run(operator, *arguments)`` executes an operator or appends it to a graph.
-    ``numbers(distribution, sizes, *parameters)`` draws numbers that no other draw uses. ``given``: the arguments of
-    torch's operator by name. ``result``: the first tensor that torch's operator returns, a meta or real tensor, for its
-    sizes and type.
+    """The inputs of a function that imitates one of torch's random operators, on tensors or on graph nodes.
+
+    ``run(operator, *arguments)``: executes an operator on tensors or appends it to a graph, and returns its result or
+    node. ``numbers(distribution, sizes, *parameters)``: draws random numbers; each call draws different ones.
+    ``given``: the arguments of torch's operator by name. ``result``: the first tensor that torch's operator returns
+    (meta or real), which gives sizes and dtype.
     """
 
     run: Run
@@ -399,7 +398,8 @@ class Sampler:
         return list(self.result.shape)
 
     def parameter(self, name: str, default: Any = None) -> Any:
-        """Return the random operator's argument ``name``, detached if it is a tensor; ``default`` if it has none."""
+        """Return the random operator's argument ``name``, detached if it is a tensor; ``default`` if the operator has
+        no such argument."""
         value = self.given.get(name, default)
         return self.run(aten.detach.default, value) if isinstance(value, Tensor | fx.Node) else value
 
@@ -407,9 +407,8 @@ class Sampler:
         return self.run(aten.to.dtype, value, self.result.dtype)
 
     def shift_and_scale(self, numbers: Any, shift: Any, scale: Any) -> Any:
-        """Return random numbers of a standard distribution, moved and scaled: ``numbers * scale + shift`` in the type
-        of the result of the random operator. ``numbers``: a tensor or node. ``shift``, ``scale``: numbers, tensors or
-        nodes."""
+        """Return ``numbers * scale + shift`` in the dtype of the random operator's result. ``numbers``: random numbers
+        of a standard distribution, a tensor or node. ``shift``, ``scale``: numbers, tensors or nodes."""
         numbers = self.cast_to_result(numbers)
         if _is_tensor(scale) or scale != 1:
             numbers = self.run(aten.mul.Tensor, numbers, scale)
@@ -420,12 +419,12 @@ Formula = Callable[[Sampler], Any]
 
 
 def find_sampling_function(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Formula | None:
-    """Return the function that draws the numbers of a call of torch's random operator ``target``; its argument is a
-    :class:`Sampler`, which has the operator's arguments and draws numbers.
+    """Return the function that imitates torch's random operator ``target``. It takes a :class:`Sampler`, which has the
+    operator's arguments and draws numbers.
 
-    Return ``None`` if the operator draws no numbers or has no such function, or if the call has a generator. Also
+    Return ``None`` if ``target`` draws no random numbers or is not supported, or if the call has a generator. Also
     return ``None`` if the operator draws integers from an unknown range, or from a range whose size exceeds 2**40 and
-    is no power of two. ``args``, ``kwargs``: the arguments of the call.
+    is not a power of two. ``args``, ``kwargs``: the arguments of the call.
     """
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return None
@@ -459,15 +458,16 @@ def parse_sizes(value: Tensor | fx.Node) -> list[int]:
 
 # --- numbers scaled, and compared -------------------------------------------------------------------------------------
 def _sample_uniform(s: Sampler) -> Any:
-    """Return uniform numbers between the bounds ``from`` and ``to`` (default 0 and 1) of a random operator of torch.
-    ``s`` has its arguments and draws the numbers, as a tensor or as a graph node."""
+    """Return uniform numbers between the arguments ``from`` and ``to`` (default 0 and 1) of a random operator of torch.
+    ``s`` has the operator's arguments and draws the numbers. The result is a tensor or a graph node."""
     low, high = s.given.get("from", 0.0), s.given.get("to", 1.0)
     return s.shift_and_scale(s.numbers(ops.uniform.default, s.sizes), low, high - low)
 
 
 def _sample_normal(s: Sampler) -> Any:
-    """Return normally distributed numbers of the ``mean`` and ``std`` (default 0 and 1) of a random operator of torch.
-    ``s`` has its arguments and draws the numbers, as a tensor or as a graph node."""
+    """Return normally distributed numbers with the arguments ``mean`` and ``std`` (default 0 and 1) of a random
+    operator of torch. ``s`` has the operator's arguments and draws the numbers. The result is a tensor or a graph node.
+    """
     mean, std = s.parameter("mean", 0.0), s.parameter("std", 1.0)
     return s.shift_and_scale(s.numbers(ops.normal.default, s.sizes), mean, std)
 
@@ -482,7 +482,7 @@ def _sample_exponential(s: Sampler) -> Any:
 
 def _sample_cauchy(s: Sampler) -> Any:
     """Return Cauchy distributed numbers with the ``median`` and scale ``sigma`` of torch's operator ``cauchy``. ``s``
-    has its arguments and draws the numbers, as a tensor or as a graph node."""
+    has the operator's arguments and draws the numbers. The result is a tensor or a graph node."""
     angle = s.run(aten.sub.Tensor, s.numbers(ops.fraction.default, s.sizes), 0.5)
     return s.shift_and_scale(
         s.run(aten.tan.default, s.run(aten.mul.Tensor, angle, math.pi)), s.given["median"], s.given["sigma"]
@@ -491,7 +491,7 @@ def _sample_cauchy(s: Sampler) -> Any:
 
 def _sample_geometric(s: Sampler) -> Any:
     """Return, for each element, the number of trials until the first success, at the probability ``p`` of torch's
-    ``geometric``. ``s`` has its arguments and draws the numbers, as a tensor or as a graph node."""
+    ``geometric``. ``s`` has the operator's arguments and draws the numbers. The result is a tensor or a graph node."""
     failing = math.log1p(-s.given["p"]) if s.given["p"] < 1 else -1e300
     logs = s.run(aten.log.default, s.numbers(ops.fraction.default, s.sizes))
     trials = s.run(aten.ceil.default, s.run(aten.div.Tensor, logs, failing))
@@ -499,8 +499,9 @@ def _sample_geometric(s: Sampler) -> Any:
 
 
 def sample_bernoulli(s: Sampler) -> Any:
-    """Return, for each element, 1 with the probability (a number or a tensor) that torch's ``bernoulli`` is given, else
-    0. ``s`` has its arguments and draws the numbers, as a tensor or as a graph node."""
+    """Return, for each element, 1 with the probability that is an argument of torch's ``bernoulli`` (a number or a
+    tensor), otherwise 0. ``s`` has the operator's arguments and draws the numbers. The result is a tensor or a graph
+    node."""
     likely = s.parameter("p") if "p" in s.given else s.parameter("self", s.given.get("input"))
     if isinstance(likely, fx.Node | Tensor):
         return s.cast_to_result(s.run(aten.lt.Tensor, s.numbers(ops.uniform.default, s.sizes), likely))
@@ -510,9 +511,9 @@ def sample_bernoulli(s: Sampler) -> Any:
 def _get_integer_range(given: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return (lowest integer, number of integers) of the range from which a call of a random integer operator draws.
 
-    Return ``None`` if the bounds are not known, or if the number of integers is greater than 2**40 and no power of two:
-    low integers would then be noticeably more frequent. ``given``: the call's arguments by name. ``random_`` without
-    bounds draws all non-negative integers of its integer type.
+    Return ``None`` if the bounds are not known, or if the number of integers is greater than 2**40 and not a power of
+    two: low integers would then be noticeably more frequent. ``given``: the call's arguments by name. ``random_``
+    without bounds draws all non-negative integers of its dtype.
     """
     low, high = given.get("low", given.get("from", 0)), given.get("high", given.get("to"))
     if high is None and "self" in given and "from" not in given:
@@ -534,8 +535,8 @@ def _get_tensor_dtype(value: Tensor | fx.Node) -> torch.dtype:
 
 
 def _sample_integers(s: Sampler) -> Any:
-    """Return uniform integers from the lower bound to below the upper bound of a random operator such as ``randint``.
-    ``s`` has its arguments and draws the numbers, as a tensor or as a graph node."""
+    """Return uniform integers from the lower bound (included) to the upper bound (excluded) of a random operator such
+    as ``randint``. ``s`` has the operator's arguments and draws the numbers. The result is a tensor or a graph node."""
     found = _get_integer_range(s.given)
     assert found is not None
     low, count = found
@@ -559,9 +560,9 @@ def sample_gamma(s: Sampler) -> Any:
 
 
 def sample_dirichlet(s: Sampler) -> Any:
-    """Return Dirichlet distributed vectors along the last dim: gamma distributed numbers, for the concentrations that
-    torch's ``_sample_dirichlet`` is given, over their sum. ``s`` has its arguments and draws the numbers, as a tensor
-    or as a graph node."""
+    """Return Dirichlet distributed vectors along the last dim, for the concentrations of torch's ``_sample_dirichlet``:
+    gamma distributed numbers, divided by their sum. ``s`` has the operator's arguments and draws the numbers. The
+    result is a tensor or a graph node."""
     parts = sample_gamma(s)
     return s.run(aten.div.Tensor, parts, s.run(aten.sum.dim_IntList, parts, [-1], True))
 
@@ -569,14 +570,15 @@ def sample_dirichlet(s: Sampler) -> Any:
 # --- choices ----------------------------------------------------------------------------------------------------------
 def _sample_permutation(s: Sampler) -> Any:
     """Return a random permutation of 0, 1, ..., as torch's ``randperm`` does: the order that sorts random numbers.
-    ``s`` has the size of the result and draws the numbers, as a tensor or as a graph node."""
+    ``s`` has the size of the result and draws the numbers. The result is a tensor or a graph node."""
     order = s.run(aten.sort.stable, s.numbers(ops.bits.default, s.sizes), stable=True, dim=0, descending=False)
     return s.cast_to_result(s.run(operator.getitem, order, 1))
 
 
 def _sample_multinomial(s: Sampler) -> Any:
     """Return indices for each row of weights, with probabilities proportional to the weights, as torch's
-    ``multinomial`` does. ``s`` has its arguments and draws the numbers, as a tensor or as a graph node.
+    ``multinomial`` does. ``s`` has the operator's arguments and draws the numbers. The result is a tensor or a graph
+    node.
 
     With replacement, the distribution function of each row is inverted. Without, each index gets an exponential random
     time whose rate is its weight, and the indices with the earliest times are taken.
@@ -641,9 +643,7 @@ _FORMULAS: dict[str, Formula] = {
 
 
 def list_drawing_operators() -> list[torch._ops.OpOverload]:
-    """Return torch's random operators whose results this module can draw with a :class:`Sampler` (those for which it
-    has a function), without the variants that write to their arguments.
-    """
+    """Return torch's random operators that have a formula here, except those that write to their arguments."""
     names = [*_FORMULAS, "normal_functional", "rrelu_with_noise_functional"]
     found = (getattr(getattr(aten, name), overload) for name in names for overload in getattr(aten, name).overloads())
     return [target for target in found if not target._schema.is_mutable]
@@ -655,10 +655,11 @@ _COMPILER = "/torch/_dynamo/"  # part of the paths of torch's compiler, which tr
 
 @contextlib.contextmanager
 def trace_random_draws(line_now: Callable[[], str]) -> Iterator[None]:
-    """Return a context in which the model's forward draws from torch's default generator, and from no other source.
+    """Return a context for tracing a model, in which forward may draw random numbers from torch's default generator
+    only.
 
-    Inside it, :class:`UnsupportedError` is raised if forward uses its own generator or sets the state of torch's.
-    ``line_now`` returns the current source line of the model, for messages.
+    :class:`UnsupportedError` is raised if forward uses its own generator or sets the state of the default one.
+    ``line_now`` returns the current source line of the model, for error messages.
     """
 
     def refused(module: ModuleType, name: str) -> Callable[..., Any]:
@@ -694,7 +695,7 @@ class _RefuseGeneratorsMode(TorchFunctionMode):
     """Torch function mode for a trace of the model's forward that raises :class:`UnsupportedError` if an operator draws
     from an explicitly given ``torch.Generator``. It also replaces ``tensor.random_(low, high)``, which torch.export
     cannot trace, by ``random_(high - low)`` plus ``low``. ``line_now`` returns the current source line of the model,
-    for messages."""
+    for error messages."""
 
     def __init__(self, line_now: Callable[[], str]) -> None:
         super().__init__()

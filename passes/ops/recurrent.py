@@ -1,13 +1,12 @@
 """One layer of a recurrent network, in one direction, as one operator.
 
 ``partition::lstm_layer`` is a layer of ``nn.LSTM``, ``partition::recurrent_layer`` one of ``nn.GRU`` or ``nn.RNN``.
-Traces call them in place of torch's functions (:func:`trace_recurrent_networks`). The normal form puts them in place of
-torch's operators (``passes/normalize/decompose.py``), which exported programs have. A graph with one operator for each
-layer does not grow with the number of time steps. Forward calls torch's own function, which is one kernel where a
-device has one (cuDNN). Nothing but the operands is kept for backward, which runs forward a second time and
-differentiates it.
+Traces call these operators instead of torch's functions (:func:`trace_recurrent_networks`). In exported programs, the
+normal form replaces torch's operators by them (``passes/normalize/decompose.py``). A graph with one operator for each
+layer does not grow with the number of time steps. Forward calls torch's own function, which runs a single kernel on
+devices that have one (cuDNN). Only the operands are saved for backward, which runs forward again and differentiates it.
 
-The sequence comes first: inputs are ``[steps, batch, features]``.
+The dim of the sequence comes first: inputs are ``[steps, batch, features]``.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ def lstm_layer(x: Tensor, h: Tensor, c: Tensor, *how: Any) -> tuple[Tensor, Tens
 
     ``x`` ``[steps, batch, in]``: the input. ``h`` ``[1, batch, out]``, ``c`` ``[1, batch, hidden]``: initial output and
     cell state. ``how``: six further arguments. Five are tensors as in ``nn.LSTM``: weights of the gates for the input
-    ``[4 hidden, in]`` and for the state ``[4 hidden, out]``; their biases ``[4 hidden]``, ``None`` for a layer without;
-    and the projection of the output ``[out, hidden]``, ``None`` for a layer without, where ``out`` equals ``hidden``.
-    The last says whether the layer reads its input from the last step to the first; step ``t`` of the output then
-    belongs to step ``t`` of the input.
+    ``[4 hidden, in]`` and for the state ``[4 hidden, out]``; their biases ``[4 hidden]``, or ``None``; and the
+    projection of the output ``[out, hidden]``, or ``None`` if there is none (``out`` then equals ``hidden``). The sixth
+    is a boolean: whether the layer reads its input from the last step to the first. Step ``t`` of the output belongs to
+    step ``t`` of the input in both cases.
     """
     *weights, reverse = how
     output, _, cell = _run_layer(LSTM, reverse, x, [h, c], weights)
@@ -64,7 +63,7 @@ def recurrent_layer(
 
     ``x`` ``[steps, batch, in]``: the input. ``h`` ``[1, batch, hidden]``: the initial state. ``w_ih`` ``[gates, in]``,
     ``w_hh`` ``[gates, hidden]``, ``b_ih``, ``b_hh`` ``[gates]``: weights and biases as in ``nn.GRU`` and ``nn.RNN``;
-    the biases are ``None`` for a layer without. ``kind``: ``"gru"``, ``"rnn_tanh"`` or ``"rnn_relu"``. ``reverse``:
+    the biases are ``None`` if the layer has none. ``kind``: ``"gru"``, ``"rnn_tanh"`` or ``"rnn_relu"``. ``reverse``:
     whether the layer reads its input from the last step to the first.
     """
     output: Tensor = _run_layer(kind, reverse, x, [h], [w_ih, w_hh, b_ih, b_hh])[0]
@@ -74,8 +73,8 @@ def recurrent_layer(
 def _run_layer(
     kind: str, reverse: bool, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
-    """Run one layer of a recurrent network by torch's own function and return what it returns: the output ``[steps,
-    batch, features]``, and the last states.
+    """Run one direction of a recurrent layer by torch's own function. Return its output ``[steps, batch, features]``
+    and the last states.
 
     ``kind``: the name of torch's function, such as ``"lstm"``. ``reverse``: whether the layer reads ``x``, the input
     ``[steps, batch, features]``, from the last step to the first. ``states``: the initial states. ``weights``: weights
@@ -90,10 +89,10 @@ def _run_layer(
 
 
 def lstm_layer_backward(grad: Tensor | None, grad_cell: Tensor | None, *operands: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of the eight tensor operands of :func:`lstm_layer`; an empty tensor for each that the layer
-    does not have.
+    """Return the gradients of the eight tensor operands of :func:`lstm_layer`; an empty tensor for each operand that
+    the layer does not have.
 
-    ``grad``, ``grad_cell``: the gradients of the layer's output and of its last cell state; ``None`` for zeros.
+    ``grad``, ``grad_cell``: the gradients of the layer's output and of its last cell state; ``None`` means zeros.
     ``operands``: the arguments of :func:`lstm_layer`, in order.
     """
     *tensors, reverse = operands
@@ -101,8 +100,8 @@ def lstm_layer_backward(grad: Tensor | None, grad_cell: Tensor | None, *operands
 
 
 def recurrent_layer_backward(grad: Tensor, *operands: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of the six tensor operands of :func:`recurrent_layer`; an empty tensor for each that the
-    layer does not have.
+    """Return the gradients of the six tensor operands of :func:`recurrent_layer`; an empty tensor for each operand that
+    the layer does not have.
 
     ``grad``: the gradient of the layer's output. ``operands``: the arguments of :func:`recurrent_layer`, in order.
     """
@@ -117,8 +116,8 @@ def _differentiate(
     """Run one layer of a recurrent network and return the gradients of its operands, with an empty tensor for each
     operand that is ``None``.
 
-    ``run``: computes the results of the layer from the operands. ``grads``: the gradients of the results, ``None`` for
-    zeros.
+    ``run``: computes the results of the layer from the operands. ``grads``: the gradients of the results; ``None``
+    means zeros.
     """
     with torch.enable_grad():
         own = [None if x is None else x.detach().requires_grad_() for x in operands]
@@ -184,10 +183,9 @@ def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _compute_gradients(ctx: Any, backward: Callable[..., tuple[Tensor, ...]], *grads: Tensor | None) -> tuple[Any, ...]:
-    """Return the gradients of all arguments of one layer of a recurrent network, ``None`` for those that need none.
-    ``ctx``: the autograd context in which forward saved the arguments. ``backward``: the operator that computes the
-    gradients. ``grads``: the gradients of the layer's results.
-    """
+    """Return the gradients of all arguments of one layer of a recurrent network, with ``None`` for arguments that need
+    no gradient. ``ctx``: the autograd context in which forward saved the arguments. ``backward``: the operator that
+    computes the gradients. ``grads``: the gradients of the layer's results."""
     saved = iter(ctx.saved_tensors)
     operands = [next(saved) if given else kept for given, kept in zip(ctx.given, ctx.kept, strict=True)]
     found = () if all(grad is None for grad in grads) else backward(*grads, *operands)
@@ -244,13 +242,13 @@ def call_recurrent_layers(
     call: Callable[..., Any], kind: str, x: Any, state: Any, weights: Sequence[Any], stack: RecurrentLayers, steps: int
 ) -> tuple[Any, ...]:
     """Compute a recurrent network by one operator for each layer and direction, with dropout operators between the
-    layers. Return the output of the last layer, and the final state of all layers (two values for an LSTM). Values are
-    tensors, or nodes of a graph to which ``call`` appends the operator.
+    layers. Return the output of the last layer, and the final state of all layers (two values for an LSTM). Inputs and
+    results are tensors, or nodes of a graph to which ``call`` appends operators.
 
-    ``call``: calls an operator, which is its first argument, with the other arguments. ``kind``: the name of torch's
+    ``call(operator, *arguments)``: calls the operator, or appends it to a graph. ``kind``: the name of torch's
     function, such as ``"lstm"``. ``x``: the input, of ``steps`` time steps. ``state``: the initial state of all layers;
-    a list of two for an LSTM. ``weights``: the weights and biases of all layers, in order. ``stack``: the further
-    arguments of torch's function.
+    a list of two values for an LSTM. ``weights``: the weights and biases of all layers, in order. ``stack``: the
+    further arguments of torch's function.
     """
     aten = torch.ops.aten
     states = list(state) if isinstance(state, list | tuple) else [state]
@@ -278,9 +276,9 @@ def call_recurrent_layers(
 
 
 def _name_weights(weights: Sequence[Any], biased: bool) -> tuple[Any, ...]:
-    """Return the five weights of one direction of a recurrent layer, with ``None`` for missing ones: those of the
-    input and of the state, their biases, and the projection of an LSTM's output. ``weights``: those that there are.
-    ``biased``: whether there are biases among them."""
+    """Return a tuple of the five weights of one direction of a recurrent layer: the weight of the input, the weight of
+    the state, the bias of each, and the projection of an LSTM's output. Missing ones are ``None``. ``weights``: the
+    existing weights, in this order. ``biased``: whether ``weights`` has the two biases."""
     products, rest = weights[:2], list(weights[2:])
     biases = [rest.pop(0), rest.pop(0)] if biased else [None, None]
     return *products, *biases, rest[0] if rest else None
@@ -292,11 +290,11 @@ def _call_layer(
     """Call the operator of one direction of a recurrent layer. Return a list of its output, and for an LSTM also of its
     last cell state.
 
-    ``call``: calls an operator, its first argument, with the other arguments; it returns tensors, or appends the
-    operator to a graph and returns nodes. ``kind``: the name of torch's function, such as ``"lstm"``. ``x``: the input
-    ``[steps, batch, features]``. ``states``: the initial states. ``weights``: weights of the input and of the state,
-    their biases, and the projection of an LSTM's output; ``None`` for missing ones. ``reverse``: whether the layer
-    reads its input from the last step to the first.
+    ``call(operator, *arguments)``: calls the operator and returns tensors, or appends it to a graph and returns nodes.
+    ``kind``: the name of torch's function, such as ``"lstm"``. ``x``: the input ``[steps, batch, features]``.
+    ``states``: the initial states. ``weights``: weights of the input and of the state, their biases, and the projection
+    of an LSTM's output; ``None`` for missing ones. ``reverse``: whether the layer reads its input from the last step to
+    the first.
     """
     if kind == LSTM:
         made = call(recurrent_ops.lstm_layer.default, x, *states, *weights, reverse)
@@ -307,11 +305,11 @@ def _call_layer(
 @contextmanager
 def trace_recurrent_networks(line_now: Callable[[], str] = lambda: "") -> Iterator[None]:
     """Return a context for tracing forward, in which recurrent networks are computed by one operator for each layer and
-    direction. torch's functions would be taken apart into operators for each time step, to find their shapes.
+    direction. Without it, tracing would decompose torch's functions into operators for each time step.
 
     Inside it, :class:`UnsupportedError` is raised if forward packs sequences. ``line_now`` returns the current source
-    line of the model, for messages. In a region of ``torch.autocast``, torch's functions run, which have casts of their
-    own.
+    line of the model, for error messages. In a region of ``torch.autocast``, torch's own functions are called, because
+    they do the casts.
     """
 
     def refuse_packing(*_: Any) -> Any:
@@ -329,9 +327,8 @@ def trace_recurrent_networks(line_now: Callable[[], str] = lambda: "") -> Iterat
 
 
 def _make_traced_function(kind: str) -> Callable[..., Any]:
-    """Return a function that replaces torch's recurrent function ``kind``, such as ``"lstm"``, in a trace, and calls
-    one operator for each layer and direction.
-    """
+    """Return a function to use in place of torch's recurrent function ``kind``, such as ``"lstm"``, in a trace. It
+    calls one operator for each layer and direction."""
 
     def run(x: Tensor, *given: Any, **named: Any) -> Any:
         autocast = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))

@@ -1,15 +1,15 @@
 """Products of matrices in 8-bit and 4-bit floating point with several scales per matrix.
 
 With ``"row"``, every row of both operands (along the summed dim) has a scale in float32, so that its largest magnitude
-becomes the largest number of the type. With ``"block"``, every 32 numbers along the summed dim have a scale that is a
-power of two, stored as ``float8_e8m0fnu``: the format MXFP8 (Open Compute Project, Microscaling formats
-specification 1.0). The scale is rounded up, so that no number is cut off.
+becomes the largest number of the dtype. With ``"block"``, every 32 numbers along the summed dim have a scale that is a
+power of two, stored as ``float8_e8m0fnu``: the format MXFP8 (Open Compute Project, Microscaling formats specification
+1.0). The scale is rounded up, so that no number is cut off.
 
-With ``"nvfp4"``, there are two levels of scales. A number is one of 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with a sign (E2M1). A
-block of 16 numbers has a scale in ``float8_e4m3fn``, and a tensor one in float32. The recipe is that of NVIDIA for
-training (arXiv 2509.25149):
+With ``"nvfp4"``, there are two levels of scales. A number is one of 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with a sign (E2M1).
+Each block of 16 numbers has a scale in ``float8_e4m3fn``, and each tensor has a scale in float32. The recipe is
+NVIDIA's for training (arXiv 2509.25149):
 
-- Blocks are 16 numbers along the summed dim. Those of a weight are 16 x 16 numbers, so that forward and backward
+- Blocks are 16 numbers along the summed dim. Blocks of a weight are 16 x 16 numbers, so that forward and backward
   multiply by the same rounded weight.
 - Gradients are rounded up or down at random, with the distance to the two neighbours as probability, so that the
   rounded gradient is right on average. Everything else is rounded to the nearest number.
@@ -19,9 +19,9 @@ training (arXiv 2509.25149):
 The random numbers are a function of the gradient's position and of the sum of all its bits: equal gradients are rounded
 equally, and no state is needed.
 
-GPUs have kernels for all of them (``torch._scaled_mm`` and ``torch.nn.functional.scaled_mm``). Elsewhere operands are
-widened to float32 and multiplied: every product of two 8-bit numbers and its scale is exact in float32, only sums are
-rounded; in NVFP4 the product of scales is rounded, too.
+GPUs have kernels for all of these formats (``torch._scaled_mm`` and ``torch.nn.functional.scaled_mm``). On other
+devices, operands are widened to float32 and multiplied. Products of two 8-bit numbers and their scale are exact in
+float32, and only sums are rounded; in NVFP4 the product of scales is rounded, too.
 """
 
 from __future__ import annotations
@@ -34,39 +34,37 @@ import torch
 from torch import Tensor
 from torch.utils._triton import has_triton
 
-Scaling = Literal["tensor", "row", "block", "nvfp4"]  # the last: 4-bit numbers
-BLOCK = 32  # numbers with one scale
+Scaling = Literal["tensor", "row", "block", "nvfp4"]  # "nvfp4": 4-bit numbers
+BLOCK = 32  # numbers that share a scale in MXFP8
 
 _TYPE = torch.float8_e4m3fn
 _MIN_MAGNITUDE = 1e-30  # lower limit of a largest magnitude, so that zeros have a scale
 _MIN_EXPONENT, _MAX_EXPONENT = -127, 127  # smallest and largest exponent of float8_e8m0fnu
 
-NUMBERS = 16  # numbers in a row of a block
-BITS = 4.5  # of a number, with its share of a block's scale
+NUMBERS = 16  # numbers in a row of an NVFP4 block
+BITS = 4.5  # bits per NVFP4 number, including its share of the block's scale
 
 Operand = Literal["numbers", "weight", "gradient"]
 
-_LARGEST = 6.0  # of E2M1
-_LARGEST_SCALE = 448.0  # of float8_e4m3fn
+_LARGEST = 6.0  # largest number of E2M1
+_LARGEST_SCALE = 448.0  # largest number of float8_e4m3fn
 _LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_SIGNS = 0b1011001110100101  # of the rows of the Hadamard matrix: a set bit is a minus
+_SIGNS = 0b1011001110100101  # signs of the rows of the Hadamard matrix: a set bit is a minus
 _MIX = (-1640531535, -2048144789, -1028477379)  # odd factors that mix the bits of an integer (as in MurmurHash3)
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype = _TYPE) -> tuple[Tensor, Tensor]:
-    """Return ``x`` ``[m, k]`` with each row divided by a scale and rounded to the 8-bit type ``dtype``, and these
-    scales ``[m, 1]`` in float32.
-    """
+    """Return two tensors: ``x`` ``[m, k]`` with each row divided by a scale and rounded to the 8-bit dtype ``dtype``;
+    and the scales ``[m, 1]`` in float32."""
     wide = x.float()
     scale = wide.abs().amax(1, keepdim=True).clamp(min=_MIN_MAGNITUDE) / torch.finfo(dtype).max
     return (wide / scale).to(dtype), scale
 
 
 def quantize_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``x`` ``[m, k]`` with every 32 numbers of a row divided by a power of two and rounded to
-    ``float8_e4m3fn``, and these powers ``[m, k / 32]`` as ``float8_e8m0fnu``. The scale of a block that is not finite
-    is NaN.
-    """
+    """Return two tensors: ``x`` ``[m, k]`` with every 32 numbers of a row divided by a power of two (the scale) and
+    rounded to ``float8_e4m3fn``; and the scales ``[m, k / 32]`` as ``float8_e8m0fnu``. The scale of a block with a
+    non-finite number is NaN."""
     blocks = x.float().unflatten(1, (-1, BLOCK))
     largest = blocks.abs().amax(2)
     fraction, exponent = torch.frexp(largest.clamp(min=_MIN_MAGNITUDE) / torch.finfo(_TYPE).max)
@@ -77,25 +75,25 @@ def quantize_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def widen(values: Tensor, scale: Tensor) -> Tensor:
-    """Return the numbers in float32 that the 8-bit ``values`` ``[m, k]`` stand for. ``scale``: ``[m, n]``, the scales
-    of the ``n`` equal parts of each row."""
+    """Return ``values`` ``[m, k]``, quantised to 8 bits, multiplied by their scales, in float32. ``scale``: ``[m, n]``,
+    the scales of the ``n`` equal parts of each row."""
     parts = values.float().unflatten(1, (scale.shape[1], -1))
     found: Tensor = (parts * scale.float().unsqueeze(2)).flatten(1)
     return found
 
 
 def multiply_scaled(left: Tensor, right: Tensor, scaling: str, bias: Tensor | None, exact: bool) -> Tensor:
-    """Return ``left @ right.T``, plus ``bias`` if given, in the type of ``left``, computed with operands that are
-    rounded to 8 bits.
+    """Return ``left @ right.T``, plus ``bias`` if it is not ``None``, in the dtype of ``left``, with operands rounded
+    to 8 bits.
 
-    ``left`` ``[m, k]``, ``right`` ``[n, k]``. ``scaling``: ``"row"`` or ``"block"``. ``exact``: accumulate in full
-    float32, which gradients need.
+    ``left`` ``[m, k]``, ``right`` ``[n, k]``. ``scaling``: ``"row"`` or ``"block"``. ``exact``: whether to accumulate
+    in full float32, which gradients need.
     """
     quantize = quantize_rows if scaling == "row" else quantize_blocks
     (a, of_a), (b, of_b) = quantize(left.contiguous()), quantize(right.contiguous())
     if not a.is_cuda:
         product = (widen(a, of_a) @ widen(b, of_b).t()).to(left.dtype)
-    elif scaling == "row":  # this kernel returns bfloat16 alone
+    elif scaling == "row":  # this kernel returns only bfloat16
         product = torch._scaled_mm(a, b.t(), of_a, of_b.t(), out_dtype=torch.bfloat16, use_fast_accum=not exact)
     else:
         product = _multiply_blocks(a, b, of_a, of_b)
@@ -108,7 +106,7 @@ def multiply_grouped_rows(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return the products ``[t, n]``. Both operands are rounded to 8 bits, with a scale for each row along the summed dim.
 
     ``rows`` ``[t, k]`` are sorted by expert; ``weight`` ``[e, k, n]``; ``ends`` ``[e]``, int32: the end of each
-    expert's rows. Rows of the result behind the last end are undefined.
+    expert's rows. Rows of the result after the last end are undefined.
     """
     experts, inner, out = weight.shape
     a, of_a = quantize_rows(rows.contiguous())
@@ -126,8 +124,8 @@ def multiply_grouped_rows(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _multiply_blocks(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor) -> Tensor:
-    """Return ``a @ b.T`` in bfloat16 by the GPU's MXFP8 kernel. ``a`` ``[m, k]``, ``b`` ``[n, k]``: 8-bit numbers.
-    ``of_a``, ``of_b``: the scales of their blocks."""
+    """Return ``a @ b.T`` in bfloat16, computed by the GPU's MXFP8 kernel. ``a`` ``[m, k]``, ``b`` ``[n, k]``: quantised
+    to 8 bits. ``of_a``, ``of_b``: the scales of their blocks, ``[m, k / 32]`` and ``[n, k / 32]``."""
     scales = swizzle_scales(of_a), swizzle_scales(of_b)
     functional: Any = torch.nn.functional
     if not hasattr(functional, "scaled_mm"):  # before torch 2.10
@@ -140,8 +138,8 @@ def _multiply_blocks(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor) -> Tensor
 
 
 def swizzle_scales(scale: Tensor) -> Tensor:
-    """Return ``scale`` ``[m, n]``, the scales of a matrix's blocks in an 8-bit type, as a vector in the order in which
-    the GPU's kernel reads them.
+    """Return ``scale`` ``[m, n]``, the 8-bit scales of a matrix's blocks, as a vector in the order in which the GPU's
+    kernel reads them.
 
     The scales are padded to multiples of 128 rows and 4 columns, and cut into tiles of this size. In a tile, row ``r``
     is at ``16 * (r % 32) + 4 * (r // 32)`` (cuBLAS documentation, layout of 1D block scaling factors).
@@ -156,7 +154,8 @@ def swizzle_scales(scale: Tensor) -> Tensor:
 
 class Nvfp4Matrix(NamedTuple):
     """A matrix ``[m, k]`` in NVFP4. ``values`` ``[m, k / 2]``, uint8: two numbers in a byte, the first in the lower
-    half. ``scales`` ``[m, k / 16]``, ``float8_e4m3fn``: those of the blocks. ``scale``: that of the tensor, float32."""
+    half. ``scales`` ``[m, k / 16]``, ``float8_e4m3fn``: the scale of each block. ``scale``, float32: the scale of the
+    whole tensor."""
 
     values: Tensor
     scales: Tensor
@@ -164,10 +163,10 @@ class Nvfp4Matrix(NamedTuple):
 
 
 class _Tables(NamedTuple):
-    """Constants on a device. ``levels``: the 15 numbers of E2M1, sorted. ``gaps``: the distance from each to the next.
-    ``limits``: the least number that is rounded to each level but the first. ``codes``: the bits of each level.
-    ``numbers`` ``[16]``: the number of each code. ``hadamard`` ``[16, 16]``: the orthogonal matrix.
-    """
+    """Constants of NVFP4 on a device. ``levels``: the 15 numbers of E2M1, sorted. ``gaps``: the distance from each
+    level to the next. ``limits``: for each level but the first, the smallest number that is rounded to it. ``codes``:
+    the bits of each level. ``numbers`` ``[16]``: the number of each code. ``hadamard`` ``[16, 16]``: the orthogonal
+    matrix."""
 
     levels: Tensor
     gaps: Tensor
@@ -204,16 +203,17 @@ def _tables(device: str) -> _Tables:
 
 def rotate(x: Tensor) -> Tensor:
     """Return ``x`` ``[m, k]`` in float32 with every 16 numbers of a row multiplied by the Hadamard matrix with random
-    signs. The product of two matrices with the transpose of the other stays the same if both are rotated."""
+    signs. The matrix is orthogonal, so ``rotate(a) @ rotate(b).T`` equals ``a @ b.T``."""
     rotated: Tensor = (x.float().view(-1, NUMBERS) @ _tables(str(x.device)).hadamard).view(x.shape)
     return rotated
 
 
 def round_to_nvfp4(x: Tensor, operand: Operand) -> Nvfp4Matrix:
-    """Return ``x`` ``[m, k]`` in NVFP4, with blocks along ``k``. ``operand``: what ``x`` is. A ``"weight"`` has blocks
-    of 16 x 16, a ``"gradient"`` is rounded at random, and other ``"numbers"`` are rounded to the nearest.
+    """Return ``x`` ``[m, k]`` in NVFP4, with blocks along ``k``. ``operand``: the role of ``x``. A ``"weight"`` has
+    blocks of 16 x 16; a ``"gradient"`` is rounded up or down at random; ``"numbers"``, any other operand, are rounded
+    to the nearest.
 
-    ``k`` must be a multiple of 16, and for a weight also ``m``. On GPUs the operators are compiled to few kernels.
+    ``k`` must be a multiple of 16, and for a weight also ``m``. On GPUs the function is compiled.
     """
     tall = NUMBERS if operand == "weight" else 1
     run = _compiled_rounding() if x.is_cuda and has_triton() else _round_blocks
@@ -226,8 +226,9 @@ def _compiled_rounding() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
 
 
 def _round_blocks(x: Tensor, tables: _Tables, tall: int, at_random: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the three tensors of ``x`` ``[m, k]`` in NVFP4 (:class:`Nvfp4Matrix`). ``tables``: the constants on the
-    device of ``x``. ``tall``: rows of a block. ``at_random``: round up or down at random."""
+    """Return the values, block scales and tensor scale of ``x`` ``[m, k]`` in NVFP4 (see :class:`Nvfp4Matrix`).
+    ``tables``: the constants on the device of ``x``. ``tall``: the number of rows of a block. ``at_random``: if true,
+    round up or down at random; if false, to the nearest."""
     rows, columns = x.shape
     blocks = x.view(rows // tall, tall, columns // NUMBERS, NUMBERS)
     largest = torch.linalg.vector_norm(blocks, torch.inf, dim=(1, 3), dtype=torch.float32)
@@ -248,8 +249,8 @@ def _round_blocks(x: Tensor, tables: _Tables, tall: int, at_random: bool) -> tup
 
 
 def _draw_by_bits(x: Tensor) -> Tensor:
-    """Return a random number from 0 (included) to 1 for each number of ``x``, float32: a function of its position and
-    of the bits of all numbers of ``x``."""
+    """Return a float32 random number in [0, 1) for each number of ``x``: a function of its position and of the bits of
+    all numbers of ``x``."""
     seed = x.view(torch.int32 if x.element_size() == 4 else torch.int16).sum(dtype=torch.int64)
     state = torch.arange(x.numel(), dtype=torch.int32, device=x.device) + seed.to(torch.int32)
     state = state * _MIX[0]
@@ -259,7 +260,7 @@ def _draw_by_bits(x: Tensor) -> Tensor:
 
 
 def widen_nvfp4(rounded: Nvfp4Matrix) -> Tensor:
-    """Return the numbers ``[m, k]`` in float32 that ``rounded`` stands for."""
+    """Return the matrix ``rounded`` converted to float32, ``[m, k]``."""
     values, numbers = rounded.values, _tables(str(rounded.values.device)).numbers
     codes = torch.stack([values & 15, values >> 4], 2).view(len(values), -1, NUMBERS)
     wide: Tensor = (numbers[codes.int()] * (rounded.scales.float() * rounded.scale)[:, :, None]).flatten(1)
@@ -267,8 +268,9 @@ def widen_nvfp4(rounded: Nvfp4Matrix) -> Tensor:
 
 
 def multiply_nvfp4(left: Tensor, right: Tensor, operands: tuple[Operand, Operand], rotated: bool) -> Tensor:
-    """Return ``left @ right.T`` in the type of ``left``, computed with operands in NVFP4. ``left`` ``[m, k]``,
-    ``right`` ``[n, k]``. ``operands``: what the two are. ``rotated``: multiply both by the Hadamard matrix first."""
+    """Return ``left @ right.T`` in the dtype of ``left``, computed with operands rounded to NVFP4. ``left`` ``[m, k]``,
+    ``right`` ``[n, k]``. ``operands``: the roles of the two: ``"weight"``, ``"gradient"`` or ``"numbers"``.
+    ``rotated``: whether to multiply both by the Hadamard matrix first."""
     given = (rotate(x.contiguous()) if rotated else x.contiguous() for x in (left, right))
     a, b = (round_to_nvfp4(x, operand) for x, operand in zip(given, operands, strict=True))
     product = _multiply_on_gpu(a, b) if left.is_cuda else widen_nvfp4(a) @ widen_nvfp4(b).t()

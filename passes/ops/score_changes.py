@@ -2,10 +2,10 @@
 
 The score of query ``i`` and key ``j`` is ``s = scale * q_i . k_j``. With a cap it becomes ``cap * tanh(s / cap)``, as
 in Gemma 2 (Gemma Team 2024). With slopes, ``slope * (place_j - place_i)`` is added, where a place is a position in the
-whole sequence and each head has its own slope (ALiBi, Press et al. 2022). A softmax does not change if a number that is
-the same for all keys is added, so that ``slope * place_j`` alone gives the same result.
+whole sequence and each head has its own slope (ALiBi, Press et al. 2022). Adding ``slope * place_j`` alone gives the
+same result, because a softmax does not change if the same number is added for all keys.
 
-No fused kernel of torch computes this. The functions here hold the scores of one block at a time.
+No fused kernel of torch computes such scores. The functions here hold the scores of one block at a time.
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_ON_CPU = 256  # most queries, and keys, of a block on a CPU, so that its caches hold the scores
-_ELSEWHERE = 1024  # most queries, and keys, on other devices, where each block costs launches
-_MOST_SCORES = 1 << 24  # most scores of a block in all heads and samples
+_ON_CPU = 256  # most queries (and most keys) of a block on a CPU, so that its caches hold the scores
+_ELSEWHERE = 1024  # most queries (and most keys) on other devices, where each block costs kernel launches
+_MOST_SCORES = 1 << 24  # most scores of a block, counted over all heads and samples
 
 
 @dataclass(frozen=True, eq=False)
 class ScoreChange:
     """How the scores of an attention are changed before the softmax.
 
-    ``cap``: a score ``s`` becomes ``cap * tanh(s / cap)``; ``None`` for no cap. ``slopes`` ``[heads]``: for each head
-    of the queries, the number that is added to a score for each position by which the key is after the query (and
-    subtracted for each position before it); ``None`` for none. The slopes are added after the cap. ``trained``: whether
-    the slopes need a gradient.
+    ``cap``: a score ``s`` becomes ``cap * tanh(s / cap)``; ``None`` for no cap. ``slopes`` ``[heads]``: one slope per
+    query head; ``slope * (key position - query position)`` is added to a score; ``None`` for no slopes. The slopes are
+    added after the cap. ``trained``: whether the slopes need a gradient.
     """
 
     cap: float | None = None
@@ -48,9 +47,9 @@ UNCHANGED = ScoreChange()
 class BlockScoring(NamedTuple):
     """How the attention scores of one block of queries and keys are computed.
 
-    ``hidden`` ``[queries, keys]``: true where a query does not see a key; ``None`` if all keys are visible. ``offset``:
-    the position of the first query minus that of the first key. ``factor``: the factor of the scores. ``change``: how
-    the scaled scores are changed before the softmax, such as by a cap.
+    ``hidden`` ``[queries, keys]``: true where the query does not see the key; ``None`` if all keys are visible.
+    ``offset``: the position of the first query minus that of the first key. ``factor``: multiplies the scores.
+    ``change``: how the scaled scores are changed before the softmax, for example by a cap.
     """
 
     hidden: Tensor | None
@@ -60,10 +59,8 @@ class BlockScoring(NamedTuple):
 
 
 def choose_block_size(heads: int, on_cpu: bool) -> int:
-    """Return the most queries, and the most keys, that a block of attention scores may have (one number for both).
-    ``heads``: number of heads of all samples, whose scores exist at the same time. ``on_cpu``: whether the scores are
-    computed on a CPU.
-    """
+    """Return the largest number of queries, and of keys, of a block of attention scores. ``heads``: the number of heads
+    of all samples, whose scores exist at the same time. ``on_cpu``: whether the scores are computed on a CPU."""
     size = _ON_CPU if on_cpu else _ELSEWHERE
     while size > _ON_CPU and heads * size**2 > _MOST_SCORES:
         size //= 2
@@ -71,11 +68,11 @@ def choose_block_size(heads: int, on_cpu: bool) -> int:
 
 
 def estimate_num_blocks(scores: float, heads: int) -> int:
-    """Return about how many blocks of attention scores a device other than a CPU computes one after another.
-    ``scores``: number of scores of a head. ``heads``: number of heads of all samples.
+    """Return the approximate number of blocks of attention scores that a device other than a CPU computes one after
+    another. ``scores``: number of scores of a head. ``heads``: number of heads of all samples.
 
-    :func:`choose_block_size` rounds the sides of a block down to a power of two. They are not rounded here, so that the
-    number of blocks grows at most in proportion to the number of heads. The planner's lower bounds rely on this.
+    Unlike in :func:`choose_block_size`, the sides of a block are not rounded down to a power of two. The number of
+    blocks then grows at most in proportion to the number of heads, on which the planner's lower bounds rely.
     """
     at_once = min(max(_MOST_SCORES / max(1, heads), _ON_CPU**2), _ELSEWHERE**2)
     return max(1, math.ceil(scores / at_once))
@@ -84,8 +81,8 @@ def estimate_num_blocks(scores: float, heads: int) -> int:
 def attend_block(
     q: Tensor, k: Tensor, v: Tensor, scoring: BlockScoring, wide_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return two tensors of type ``wide_dtype``: the attention of queries over the keys of one block, and the logsumexp
-    of the scores of each query. For a query that sees no key of the block they are 0 and minus infinity.
+    """Return two tensors of dtype ``wide_dtype``: the attention of queries over the keys of one block, and the
+    logsumexp of the scores of each query. For a query that sees no key of the block, they are 0 and minus infinity.
 
     ``q`` ``[..., heads, queries, d]``; ``k`` and ``v`` ``[..., kv heads, keys, d]``; several query heads may share a
     head of the keys. ``scoring``: how scores are computed.
@@ -104,13 +101,13 @@ def attend_block(
 def attend_block_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, results: tuple[Tensor, Tensor], scoring: BlockScoring
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return four gradients through one block of queries and keys: of queries, keys and values, in the shapes of ``q``,
-    ``k`` and ``v``, and of the slopes, ``[heads]``; ``None`` in place of the last if slopes are not trained. All have
-    the type of the logsumexp.
+    """Return four gradients through one block of queries and keys: those of the queries, keys and values, in the shapes
+    of ``q``, ``k`` and ``v``, and that of the slopes, ``[heads]``. The fourth is ``None`` if slopes are not trained.
+    All have the dtype of the logsumexp.
 
     ``grad`` ``[..., heads, queries, d]``: the gradient of the attention's result. ``q``, ``k``, ``v``: the block's
-    queries, keys and values. ``results``: the result and the logsumexp ``[..., heads, queries]`` of the scores, over
-    the keys of all blocks. ``scoring``: how scores are computed.
+    queries, keys and values. ``results``: the attention's result and the logsumexp ``[..., heads, queries]`` of the
+    scores, over the keys of all blocks. ``scoring``: how scores are computed.
     """
     out, lse = results
     wide_dtype = lse.dtype
@@ -134,8 +131,9 @@ def attend_block_backward(
 def _compute_scores(
     q: Tensor, k: Tensor, scoring: BlockScoring, wide_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Return two tensors of type ``wide_dtype``, ``[..., heads, queries, keys]``: the scores after all changes, minus
-    infinity where a key is hidden; and ``tanh(s / cap)`` of the scores ``s``, or ``None`` without a cap.
+    """Return two tensors of dtype ``wide_dtype``, ``[..., heads, queries, keys]``: the scores after all changes, with
+    minus infinity where a key is hidden; and ``tanh(s / cap)`` of the scaled scores ``s``, or ``None`` if there is no
+    cap.
 
     ``q`` ``[..., heads, queries, d]``, ``k`` ``[..., kv heads, keys, d]``. ``scoring``: how scores are computed.
     """
@@ -155,10 +153,9 @@ def _compute_scores(
 
 
 def _list_distances(q: Tensor, k: Tensor, offset: int, dtype: torch.dtype) -> Tensor:
-    """Return by how many positions each key is after each query, ``[queries, keys]`` in ``dtype``. ``q``, ``k``: the
-    queries ``[..., queries, d]`` and keys of a block. ``offset``: the position of the first query minus that of the
-    first key.
-    """
+    """Return ``[queries, keys]`` in ``dtype``: the position of each key minus that of each query. ``q``, ``k``: the
+    queries ``[..., queries, d]`` and keys ``[..., keys, d]`` of a block. ``offset``: the position of the first query
+    minus that of the first key."""
     places = [torch.arange(x.shape[-2], device=q.device, dtype=dtype) for x in (q, k)]
     return places[1] - places[0].unsqueeze(1) - offset
 
@@ -176,9 +173,8 @@ def _multiply_by_key_heads(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _sum_over_queries(x: Tensor, y: Tensor, like: Tensor) -> Tensor:
-    """Return the matrix products of the transpose of ``x`` ``[..., heads, m, n]`` with ``y`` ``[..., heads, m, p]``,
-    summed over the query heads that share a head of the keys or values ``like`` ``[..., kv heads, n, p]``. The result
-    has the shape of ``like``."""
+    """Return ``x.mT @ y`` summed over the query heads that share a key head: a gradient of the keys or values ``like``
+    ``[..., kv heads, n, p]``, in their shape. ``x``: ``[..., heads, m, n]``. ``y``: ``[..., heads, m, p]``."""
     heads, groups = x.shape[-3], like.shape[-3]
     if heads != groups:
         x, y = (a.unflatten(-3, (groups, heads // groups)).flatten(-3, -2) for a in (x, y))

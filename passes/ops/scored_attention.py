@@ -1,12 +1,12 @@
-"""Attention within documents whose scores are changed, or that shows every query the prefix of its document.
+"""Attention within documents with changed scores, or with a prefix of each document that all of its queries see.
 
 ``partition::scored_attention`` is ``partition::document_attention`` (``passes/ops/documents.py``) with three further
-arguments, each of which may be missing:
+optional arguments:
 
 * ``cap``: soft-capping of the scores; ``slopes`` ``[heads]``: ALiBi (``passes/ops/score_changes.py``);
-* ``prefix`` ``[b, s]``: true at keys that the queries of their document see within ``reach``, a wider range of
-  positions than the band of other keys; by default wherever they are. With a causal band, this is the mask of a prefix
-  language model (Raffel et al. 2020).
+* ``prefix`` ``[b, s]``: true at the keys of a document's prefix. A query sees these keys within ``reach``, a wider
+  range of positions than the band of other keys; by default, ``reach`` has no limits. With a causal band, this is the
+  mask of a prefix language model (Raffel et al. 2020).
 
 Without ``ids`` every row of the batch is one document. Scores exist for one block of queries and keys at a time.
 """
@@ -51,9 +51,8 @@ class RowMarks(NamedTuple):
     prefix: Tensor | None
 
     def group_rows(self) -> list[slice]:
-        """Return the rows of the batch that are computed together, as slices of the batch dim: one slice if all rows
-        have equal document ids and prefixes, otherwise one for each row.
-        """
+        """Return the groups of batch rows that are computed together, as slices of the batch dim: a single slice if all
+        rows have equal document ids and prefixes, otherwise one slice for each row."""
         return group_rows(self.ids if self.prefix is None else torch.cat([self.ids, self.prefix.to(self.ids)], 1))
 
 
@@ -77,10 +76,10 @@ def list_marked_tiles(
     """Return, for each row of the batch, the tuple of tiles (rectangles of queries and keys) that attention has to
     compute.
 
-    ``queries``, ``keys``: documents and prefixes (keys that all queries of their document see) of the local positions
-    of the queries and of the keys. ``query_ranges``, ``key_ranges``: the ranges of the whole sequence in which these
-    positions are. ``band``: the positions around its own that a query sees. ``prefix_band``: those within which it sees
-    keys of a prefix; they include those in ``band``.
+    ``queries``, ``keys``: the documents and prefixes (keys that all queries of their document see) of the local queries
+    and keys. ``query_ranges``, ``key_ranges``: the ranges of positions of the local queries and keys in the whole
+    sequence. ``band``: how many positions before and after its own a query sees. ``prefix_band``: how many positions
+    before and after its own a query sees in a prefix; includes ``band``.
     """
     shown = None if keys.prefix is None else find_prefix_runs(keys.ids, keys.prefix, key_ranges)
     return list_document_tiles(
@@ -94,10 +93,9 @@ def list_marked_tiles(
 
 
 def get_prefix_band(limits: Sequence[int] = ()) -> Band:
-    """Return the range of positions around its own within which a query sees keys of its document's prefix. ``limits``:
-    how many positions before and after its own (-1: no limit), as the operator's argument ``reach`` has them; empty: no
-    limits.
-    """
+    """Return the range of positions, relative to a query's own, within which the query sees keys of its document's
+    prefix. ``limits``: (before, after), how many positions before and after its own; -1 means no limit. Empty
+    ``limits`` mean no limit in both directions."""
     return make_band(*limits) if limits else EVERYWHERE
 
 
@@ -109,12 +107,12 @@ def scored_attention(
     h, s]``.
 
     ``ids`` ``[b, s]``: the document of each position, ``None`` for one document per row. ``prefix`` ``[b, s]``: true at
-    the keys that all queries of their document see; ``None`` for none. ``slopes`` ``[h]``: added to a score for each
-    position by which its key is after the query; ``None`` for none. ``options``: the further arguments of the operator,
-    in order. Two are for the cost model alone: typical lengths of documents, and the mean number per row of pairs of a
-    query and a later key that it sees because of the prefix. Then: how many positions a query sees before and after its
-    own (-1: no limit); the factor of the scores (``None``: ``1 / sqrt(d)``); their cap (``None`` for none); and the
-    numbers of positions before and after its own within which a query sees keys of a prefix (absent: no limit).
+    the keys that all queries of their document see; ``None`` for none. ``slopes`` ``[h]``: ``slope * (key position -
+    query position)`` is added to a score; ``None`` for none. ``options``: the further arguments of the operator, in
+    order: typical lengths of documents, and the mean number per row of query-key pairs that are visible only because of
+    a prefix (both for the cost model alone); ``before`` and ``after``, how many positions a query sees before and after
+    its own (-1: no limit); the factor of the scores (``None``: ``1 / sqrt(d)``); the cap of the scores (``None``: no
+    cap); and optionally (before, after) for the keys of a prefix (absent: no limit).
     """
     _, _, before, after, scale, cap, *prefix_band = options
     band, marks, parts = make_band(before, after), mark_rows(q, ids, prefix), (PositionRange(0, q.shape[-2], 0),)
@@ -126,15 +124,16 @@ def scored_attention(
 def scored_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return four gradients of an attention with changed scores or prefixes: of queries, keys and values, in the shapes
-    of ``q``, ``k`` and ``v``, and of the slopes, ``[h]``. The last has no elements unless slopes are trained.
+    """Return four gradients of an attention with changed scores or prefixes: those of the queries, keys and values, in
+    the shapes of ``q``, ``k`` and ``v``, and that of the slopes, ``[h]``. The fourth is an empty tensor if slopes are
+    not trained.
 
     ``grad``: the gradient of the attention's result. ``q``, ``k``, ``v``: queries ``[b, h, s, d]``, keys and values
     ``[b, kv, s, d]``. ``options``: the further arguments of the operator, in order: the document of each position ``[b,
-    s]``, a mask of the prefix's keys ``[b, s]`` and the slopes ``[h]``, each of which may be ``None``; the result and
-    the logsumexp of the scores; how many positions a query sees before and after its own (-1: no limit); the factor and
-    the cap of the scores; how many positions before and after its own a query sees keys of the prefix (absent: no
-    limit); and whether the slopes are trained (absent: they are not).
+    s]``, the mask of the prefix's keys ``[b, s]`` and the slopes ``[h]``, each of which may be ``None``; the
+    attention's result and the logsumexp of its scores; ``before`` and ``after``, how many positions a query sees before
+    and after its own (-1: no limit); the factor and the cap of the scores; optionally (before, after) for the keys of a
+    prefix (absent: no limit); and optionally whether the slopes are trained (absent: false).
     """
     ids, prefix, slopes, out, lse, before, after, scale, cap, *rest = options
     prefix_band, trained = rest[0] if rest else (), len(rest) > 1 and rest[1]
@@ -147,9 +146,8 @@ def scored_attention_backward(
 
 
 def round_slopes(gradient: Tensor, slopes: Tensor | None) -> Tensor:
-    """Return ``gradient``, the gradient of an attention's ALiBi slopes, in the dtype of ``slopes``; unchanged if the
-    attention has none (``None``).
-    """
+    """Return ``gradient``, the gradient of an attention's ALiBi slopes, in the dtype of ``slopes``; unchanged if
+    ``slopes`` is ``None``."""
     return gradient if slopes is None else gradient.to(slopes.dtype)
 
 

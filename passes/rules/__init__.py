@@ -1,8 +1,8 @@
-"""Factor rules, which say which dims of an operator's tensors may be sharded, and what the results then are.
+"""Sharding rules: which dims of an operator's tensors may be sharded, and the layouts of the results.
 
-Each module has the rules of related operators. Users add their own rules with :func:`rule`, and declare
-operators that multiply rows by their expert's matrix with :func:`by_expert` and
-:func:`by_group`."""
+Each module has the rules of related operators. Users add their own rules with :func:`rule`, and declare operators that
+multiply rows by their expert's matrix with :func:`by_expert` and :func:`by_group`.
+"""
 
 from __future__ import annotations
 

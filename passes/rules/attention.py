@@ -1,11 +1,12 @@
-"""Sharding rules of attention, of products of rows with their expert's matrix, and of collectives.
+"""Sharding rules of attention, of products of rows (tokens) with their expert's matrix, and of collectives.
 
-With context parallelism (``cp``), queries, keys and values are all sharded along the sequence. This is a *form* of
-attention within a band of positions (:class:`partitioner.passes.rules.factors.MultiFactorForm`). There is one form for
-each way to exchange keys and values: all-gather and ring.
+With context parallelism (``cp``), queries, keys and values are all sharded along the sequence. Sharding rules state
+this as a *form* (:class:`partitioner.passes.rules.factors.MultiFactorForm`). There is one form for each algorithm that
+exchanges keys and values: all-gather and ring.
 
-Collectives of one mesh axis are sharded along another axis like ordinary operators. If a collective over n ranks splits
-or joins a dim, the longer side of this dim is treated as n pieces of the shorter one.
+A collective over one mesh axis is sharded along another axis like an ordinary operator. If a collective over n ranks
+splits or concatenates a dim, the longer of the operand's and the result's dim is treated as n pieces of the shorter
+one.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ CONTEXT_FORMS = ("all_gather", "ring")
 def shard_attention(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a scaled dot-product attention.
 
-    Batch dims and heads may be sharded. Query positions may be sharded if attention is not causal and the operator
-    has no second result (the fused kernels return a logsumexp). Keys must not be sharded, unless queries, keys and
-    values are all sharded along the sequence and the ranks exchange keys and values. The width of heads must not be
-    sharded. Attention with dropout is not sharded. With grouped queries (``enable_gqa``), query heads are sharded
-    together with the key heads that they share.
+    Batch dims and heads may be sharded. Query positions may be sharded if attention is not causal and the operator has
+    a single result (the fused kernels also return a logsumexp). Keys must not be sharded by themselves; queries, keys
+    and values may be sharded along the sequence together if the ranks exchange keys and values. The width of heads must
+    not be sharded. Attention with dropout is not sharded. With grouped queries (``enable_gqa``), query heads are
+    sharded together with their key heads.
     """
     if get_node_argument(node, "dropout_p"):
         return forbid_sharding(node)
@@ -101,9 +102,9 @@ def shard_attention(node: fx.Node) -> OpFactors:
 
 @register_family("partition::write_cache")
 def write_to_cache(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``node``, a call of ``partition::write_cache``, which writes new keys or values
-    into a cache for generation. Samples and heads may be sharded, in the cache together with what is written.
-    Positions and the width of heads must not be."""
+    """Return the sharding rule of ``node``, a call of ``partition::write_cache``, which writes new keys or values into
+    a cache for generation. Samples and heads may be sharded, in the cache and the written tensor together. Positions
+    and the width of heads must not be sharded."""
     dims = ["b", "h", None, None]
     return build_factor_rule(node, [dims, dims, []], [dims])
 
@@ -113,7 +114,7 @@ def shard_band_attention(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``partition::band_attention``: attention in which a query sees
     only the keys within a range of positions around its own.
 
-    Batch and heads may be sharded. The sequence may be sharded if queries, keys and values all are; the ranks then
+    Batch and heads may be sharded. The sequence may be sharded in queries, keys and values together; the ranks then
     exchange keys and values.
     """
     query, key, *_ = operands_of(node)
@@ -135,7 +136,7 @@ def shard_document_attention(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``partition::document_attention``: attention in which a query
     sees only keys of its own document.
 
-    Batch and heads may be sharded. The sequence may be sharded if queries, keys and values all are; the ranks then
+    Batch and heads may be sharded. The sequence may be sharded in queries, keys and values together; the ranks then
     exchange keys and values. The document ids ``[batch, positions]`` are sharded like the queries.
     """
     found = shard_band_attention(node)
@@ -145,8 +146,8 @@ def shard_document_attention(node: fx.Node) -> OpFactors:
 
 @register_family("partition::combine_ids")
 def shard_combined_ids(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``node``, a call of ``partition::combine_ids``, which numbers the pairs of two ids of
-    each position ``[batch, positions]``: the batch may be sharded, positions must not be."""
+    """Return the sharding rule of ``node``, a call of ``partition::combine_ids``, which gives each distinct pair of two
+    ids of a position a number: the dim of the batch may be sharded, that of positions must not be."""
     names = NAMES[:2]
     return build_factor_rule(node, [names, names], [names], whole=frozenset(names[1:]))
 
@@ -156,9 +157,9 @@ def shard_scored_attention(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``partition::scored_attention``: attention with capped scores,
     with a bias that has a slope for each head (ALiBi), or with prefixes: keys that all queries of a document see.
 
-    Batch and heads may be sharded. The sequence may be sharded if queries, keys and values all are; the ranks then
-    exchange keys and values. Document ids and flags of the prefixes ``[batch, positions]`` are sharded like the
-    queries, the slopes ``[heads]`` like the heads of the queries.
+    Batch and heads may be sharded. The sequence may be sharded in queries, keys and values together; the ranks then
+    exchange keys and values. Document ids and prefix flags ``[batch, positions]`` are sharded like the queries, slopes
+    ``[heads]`` like the heads of the queries.
     """
     found = shard_band_attention(node)
     row = tuple(f for f in ("b",) if f in found.sizes), ()
@@ -167,16 +168,16 @@ def shard_scored_attention(node: fx.Node) -> OpFactors:
 
 
 def _list_optional_operands(node: fx.Node) -> list[str]:
-    """Return the names of the optional tensors that the attention ``node`` reads after queries, keys and values, in
-    order: ``ids`` (document ids), ``prefix`` (flags of keys that all queries of their document see) and ``slopes`` (a
-    slope for each head), as far as the call has them."""
+    """Return the names of the optional tensors that a call ``node`` of an attention has, in the order of its arguments:
+    ``ids`` (document ids), ``prefix`` (flags of keys that all queries of their document see) and ``slopes`` (a slope
+    for each head)."""
     return [name for name in ("ids", "prefix", "slopes") if isinstance(get_node_argument(node, name), fx.Node)]
 
 
 @register_family("partition::context_attention")
 def shard_context_attention(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``partition::context_attention``: attention whose sequence is
-    sharded over one mesh axis already. Over another mesh axis, its batch and heads may be sharded, but not its
+    already sharded over one mesh axis. Over another mesh axis, its batch and heads may be sharded, but not its
     sequence."""
     return replace(shard_band_attention(node), forms={})
 
@@ -184,8 +185,8 @@ def shard_context_attention(node: fx.Node) -> OpFactors:
 @register_family("partition::context_document_attention")
 def shard_context_document_attention(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``partition::context_document_attention``: attention within
-    documents whose sequence is sharded over one mesh axis already. Over another mesh axis, its batch and heads may
-    be sharded, but not its sequence."""
+    documents whose sequence is already sharded over one mesh axis. Over another mesh axis, its batch and heads may be
+    sharded, but not its sequence."""
     return replace(shard_document_attention(node), forms={})
 
 
@@ -193,7 +194,7 @@ def shard_context_document_attention(node: fx.Node) -> OpFactors:
 def shard_context_scored_attention(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``partition::context_scored_attention``: attention with capped
     scores, with a bias that has a slope for each head (ALiBi), or with prefixes (keys that all queries of a document
-    see). Its sequence is sharded over one mesh axis already. Over another mesh axis, its batch and heads may be
+    see). Its sequence is already sharded over one mesh axis. Over another mesh axis, its batch and heads may be
     sharded, but not its sequence."""
     return replace(shard_scored_attention(node), forms={})
 
@@ -209,16 +210,16 @@ _BANDS = (
 
 
 def find_document_lengths(node: fx.Node) -> tuple[int, ...]:
-    """Return the typical lengths, in positions, of the documents of the attention ``node``; an empty tuple if they
-    are not known or if the attention is not within documents."""
+    """Return a tuple of typical document lengths, in positions, of the attention ``node``; an empty tuple if they are
+    unknown or if the attention is not within documents."""
     return tuple(get_node_argument(node, "lengths", ()))
 
 
 def find_attention_band(node: fx.Node) -> Band | None:
-    """Return the range of key positions, relative to its own position, that a query of the attention ``node`` sees.
+    """Return the range of key positions, relative to a query's own, that the query sees in the attention ``node``.
 
-    Return ``None`` if ``node`` is not an attention, has a mask or dropout, is not four-dimensional, or broadcasts
-    its keys.
+    Return ``None`` if ``node`` is not an attention, has a mask or dropout, is not four-dimensional, or broadcasts its
+    keys.
     """
     if node.target in _BANDS:
         return make_band(get_node_argument(node, "before"), get_node_argument(node, "after"))
@@ -235,9 +236,9 @@ def find_attention_band(node: fx.Node) -> Band | None:
 
 
 def find_exchanged_band(node: fx.Node) -> Band | None:
-    """Return the range of positions, before and after its own position, at which a query of the attention ``node`` may
-    see keys; ranks have to exchange the keys in this range. If the attention has a prefix (keys that all queries of a
-    document see), the range for the keys of the prefix is returned.
+    """Return the range of key positions, relative to a query's own, within which ranks have to exchange keys for the
+    attention ``node``: the visible range, or, if the attention has a prefix (keys that all queries of a document see),
+    the visible range of the prefix.
 
     Return ``None`` if ``node`` is not an attention, has a mask or dropout, is not four-dimensional, or broadcasts its
     keys.
@@ -248,9 +249,9 @@ def find_exchanged_band(node: fx.Node) -> Band | None:
 
 
 def _list_context_forms(node: fx.Node) -> dict[str, MultiFactorForm]:
-    """Return how ranks can run the attention ``node`` with a sequence that is sharded over them: name of the algorithm
-    (``all_gather`` or ``ring``) by which they exchange keys and values -> form. Queries, keys and values are then
-    sharded along dim 2, and document ids, if the attention has them, along dim 1."""
+    """Return a dict of the ways to run the attention ``node`` with a sharded sequence: name of the algorithm by which
+    the ranks exchange keys and values (``all_gather`` or ``ring``) -> form. Queries, keys and values are sharded along
+    dim 2, and document ids and prefix flags, if there are any, along dim 1."""
     marks = [None if name == "slopes" else 1 for name in _list_optional_operands(node)]
     return {
         name: MultiFactorForm("q", (2, 2, 2, *marks), (2, 2), partial(_lower_context_attention, name))
@@ -259,11 +260,11 @@ def _list_context_forms(node: fx.Node) -> dict[str, MultiFactorForm]:
 
 
 def _lower_context_attention(algorithm: str, local: LocalBuilder) -> fx.Node:
-    """Append an attention whose sequence is sharded over the ranks to the graph of one rank, and return its node (its
-    first result if the replaced operator has only one).
+    """Append to the graph of one rank an attention whose sequence is sharded over the ranks. Return its node; if the
+    replaced operator has only one result, the node of the first result.
 
-    ``algorithm``: how keys and values are exchanged: ``all_gather`` or ``ring``. ``local``: the attention to
-    replace, its layouts, and the graph of one rank.
+    ``algorithm``: how keys and values are exchanged: ``all_gather`` or ``ring``. ``local``: the attention to replace,
+    its layouts, and the graph of one rank.
     """
     seen, node = find_attention_band(local.node), local.node
     assert seen is not None, node
@@ -293,11 +294,11 @@ def _lower_context_attention(algorithm: str, local: LocalBuilder) -> fx.Node:
 
 @register_family("partition::expert_mm")
 def shard_expert_product(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``node``, a call of ``partition::expert_mm``, which multiplies each row of ``[t, k]``
-    by the matrix of its expert, from ``[e, k, n]``.
+    """Return the sharding rule of ``node``, a call of ``partition::expert_mm``, which multiplies each row (token) of
+    ``[t, k]`` by its expert's matrix in ``[e, k, n]``.
 
-    Every dim may be sharded. If the dim ``e`` of experts is sharded, a rank returns zeros for rows (tokens) of other
-    ranks' experts, so the result is a partial sum.
+    Every dim may be sharded. If the dim ``e`` of experts is sharded, a rank returns zeros for rows of other ranks'
+    experts, so the result is a partial sum.
     """
     lower = {"e": Lowering(_lower_expert_product, PARTIAL, divides_work=True)}
     return build_factor_rule(node, ["tk", "ekn", "t"], ["tn"], linear=mark_linear_each(0, 1), lower=lower)
@@ -313,12 +314,12 @@ def _lower_expert_product(local: LocalBuilder) -> fx.Node:
 @register_family("_grouped_mm", "transformers::grouped_mm_fallback")
 def shard_grouped_product(node: fx.Node) -> OpFactors | None:
     """Return the sharding rule of ``node``, a grouped matrix product of rows (tokens) ``[t, k]``, sorted by expert,
-    with one matrix for each expert, ``[e, k, n]``. Return ``None`` (no sharding) for operands with other numbers of
+    with one matrix for each expert, ``[e, k, n]``. Return ``None`` (no sharding) if the operands have other numbers of
     dims.
 
-    ``t`` must not be sharded, because which rows an expert has depends on data. If the dim ``e`` of experts is sharded,
-    a rank computes the rows of its own experts and returns zeros for the rest, so the result is a partial sum. If the
-    rows are ``[e, t, k]``, a batch for each expert, every dim may be sharded.
+    ``t`` must not be sharded, because the rows of each expert depend on data. If the dim ``e`` of experts is sharded, a
+    rank computes the rows of its own experts and returns zeros for the rest, so the result is a partial sum. If the
+    rows are ``[e, t, k]`` (a batch for each expert), every dim may be sharded.
     """
     operands = operands_of(node)
     ranks = tuple(len(get_meta_shape(o)) for o in operands)
@@ -335,11 +336,11 @@ def shard_grouped_product(node: fx.Node) -> OpFactors | None:
 
 
 def _lower_grouped_product(local: LocalBuilder) -> fx.Node:
-    """Append the product of rows (tokens) with the matrices of those experts that this rank holds to the graph of one
-    rank, and return its node. ``local``: the grouped product to replace, its layouts, and the graph of one rank.
+    """Append to the graph of one rank the product of rows (tokens) with the matrices of this rank's experts, and return
+    the node of the result. ``local``: the grouped product to replace, its layouts, and the graph of one rank.
 
-    The rows of these experts are consecutive. The rows are moved to the front before the product and back after it; all
-    other rows of the result are zero.
+    The rows of this rank's experts are consecutive. They are moved to the front before the product and back after it;
+    all other rows of the result are zero.
     """
     x, weight, ends = local.operands
     num_rows, num_experts, num_own = get_meta_shape(x)[0], get_meta_shape(ends)[0], get_meta_shape(weight)[0]
@@ -415,13 +416,13 @@ def shard_all_to_all(node: fx.Node) -> OpFactors:
 
 
 def _shard_cut_or_join(node: fx.Node, cut: int | None, joined: int | None) -> OpFactors:
-    """Return the sharding rule of ``node``, a collective over one mesh axis, for sharding its operand and result over
-    another mesh axis. Every dim may be sharded.
+    """Return the sharding rule of ``node``, a collective over one mesh axis, for sharding over another mesh axis. Every
+    dim may be sharded.
 
-    ``cut``: the dim of the operand that the collective splits over its ranks. ``joined``: the dim of the result
-    along which it concatenates the ranks' tensors. Each is ``None`` if the collective does not do this. Such a dim,
-    before the split or after the concatenation, is treated as (number of ranks) x (size of one rank's piece), and
-    only the second factor may be sharded.
+    ``cut``: the dim of the operand that the collective splits over its ranks. ``joined``: the dim of the result along
+    which it concatenates the ranks' tensors. ``None`` means that there is no such dim. Before the split or after the
+    concatenation, the dim is treated as (number of ranks) x (size of one rank's piece), and only the second factor may
+    be sharded.
     """
     before, after = get_meta_shape(operands_of(node)[0]), tuple(node.meta["val"].shape)
     names = NAMES[: len(before)]

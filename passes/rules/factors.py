@@ -1,12 +1,12 @@
-"""Data of a factor rule, which says how one operator call may be sharded, and helpers to write rules.
+"""Data types of sharding rules, which say how one operator call may be sharded, and helpers to write rules.
 
 A *factor* is a named loop dimension of an operator, as in an einsum. ``linear(x, w)`` has the factors ``b s i o``::
 
     operands   x: b s i    w: o i
     results    b s o
 
-A dim may consist of several factors, outermost first, as in a reshape: ``(h d)``. A dim of size 1 has none. Sharding a
-factor shards every tensor dim that has it. A result without the factor is then a partial sum.
+A dim may consist of several factors, outermost first, as in a reshape: ``(h d)``. A dim of size 1 has no factor.
+Sharding a factor shards every tensor dim that has it. A result without the factor is then a partial sum.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Strategy:
     """One way to run an operator on the ranks of one mesh axis: the layouts of its operands and results. A layout is
     sharded along a dim, whole on every rank, or a partial sum.
 
-    ``factor``: the name of the loop dimension of the operator that is sharded; ``None`` if there is none. ``sections``:
-    if this dimension consists of parts that are each divided over all ranks, such as queries, keys and values in one
-    weight: their sizes in elements; ``()`` otherwise. ``operands``, ``results``: the layouts, in order. ``form``: the
-    name of a special way to run the operator that shards several loop dimensions at once, which its sharding rule
-    defines; empty for an ordinary strategy.
+    ``factor``: the name of the sharded factor (named loop dimension of the operator), or ``None``. ``sections``: the
+    sizes, in elements, of the parts of the factor that are each divided over all ranks (such as queries, keys and
+    values in one weight); ``()`` if the factor is divided as a whole. ``operands``, ``results``: the layouts, in order.
+    ``form``: the name of a form, which shards several factors at once, in the operator's sharding rule; empty for an
+    ordinary strategy.
     """
 
     factor: str | None
@@ -55,14 +55,14 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Lowering:
-    """Special operators that one rank runs in place of an operator if one of its loop dimensions (factors) is sharded,
-    because the operator itself, run on the shards, would compute a wrong result.
+    """Special operators that replace an operator on one rank if one of its factors (named loop dimensions) is sharded,
+    because the operator itself would compute a wrong result from the shards.
 
-    ``build``: appends them to the graph of one rank and returns the node of the result. ``result``: the layout of
-    those results that have no dim of the sharded factor, such as the result of a sum over it. ``collectives``:
-    (name, number of elements per rank) of each collective that forward and backward run in addition. ``sections``:
-    whether the factor may be cut into parts that are each divided over all ranks. ``divides_work``: whether each
-    rank does only its share of the work although the tensor shapes do not show it.
+    ``build``: appends the special operators to the graph of one rank and returns the node of the result. ``result``:
+    the layout of results that do not have the sharded factor, such as the result of a sum over it. ``collectives``:
+    (name, number of elements per rank) of each additional collective of forward and backward. ``sections``: whether
+    ``build`` also works if the factor is cut into parts that are each divided over all ranks. ``divides_work``: true if
+    each rank does only its share of the work although the tensor shapes do not show this.
     """
 
     build: Callable[[LocalBuilder], fx.Node]
@@ -74,12 +74,12 @@ class Lowering:
 
 @dataclass(frozen=True)
 class MultiFactorForm:
-    """A way to run an operator that shards several of its loop dimensions at once, such as attention with sharded
-    queries and keys.
+    """A way to run an operator that shards several of its factors (named loop dimensions) at once, such as attention
+    with sharded queries and keys.
 
-    ``factor``: the name of one of these loop dimensions, under which the result is recorded (:attr:`Strategy.factor`).
-    ``operands``, ``results``: for each tensor, the index of its sharded dim; ``None`` if it is not sharded. ``build``:
-    appends the operators that one rank runs to its graph and returns the node of the result.
+    ``factor``: the name of one of the factors, which becomes :attr:`Strategy.factor`. ``operands``, ``results``: for
+    each tensor, the index of its sharded dim; ``None`` if the tensor is not sharded. ``build``: appends the operators
+    of one rank to its graph and returns the node of the result.
     """
 
     factor: str
@@ -90,13 +90,13 @@ class MultiFactorForm:
 
 @dataclass(frozen=True)
 class Spans:
-    """Says which part of one loop dimension (factor) each tensor of an operator covers. In ``split`` and ``cat``, for
-    example, the pieces cover parts of a dim, and the other tensor all of it.
+    """The part of one factor (named loop dimension) that each tensor of an operator covers. In ``split`` and ``cat``,
+    for example, the pieces cover parts of a dim, and the other tensor covers all of it.
 
-    ``factor``: the name of the factor. ``sections``: the lengths, in elements, of the consecutive pieces into which
+    ``factor``: the name of the factor. ``sections``: the lengths, in elements, of the consecutive sections into which
     the borders of all parts cut the factor. ``operands``, ``results``: the part that each tensor covers, as (start,
-    length) in elements; ``None`` for all of it. To shard the factor, each of these pieces, or of finer ones, is
-    divided over all ranks, so that a rank has matching shares of all tensors.
+    length) in elements; ``None`` for the whole factor. A sharded factor has each section (or a finer division) divided
+    over all ranks, so that a rank has matching shares of all tensors.
     """
 
     factor: str
@@ -107,16 +107,16 @@ class Spans:
 
 @dataclass(frozen=True)
 class OpFactors:
-    """The sharding rule of one operator call: which dims of its tensors may be sharded over ranks, and how one rank
-    runs it. It is stated by factors, the named loop dimensions of the operator, as in an einsum.
+    """The sharding rule of one operator call: which dims of its tensors may be sharded over ranks, and what one rank
+    runs. Dims are described by factors, the named loop dimensions of the operator, as in an einsum.
 
     ``sizes``: name of each factor -> its size. ``operands``, ``results``: for each tensor and each of its dims, the
     names of the dim's factors; a dim larger than 1 without a factor is never sharded. ``whole``: factors that must not
     be sharded. ``linear``: sets of operand positions (from 0); if exactly the operands of one set are partial sums, so
     are the results. ``lower``: factor -> special operators that one rank runs if this factor is sharded. ``local``: a
-    function that appends the operator with the arguments for the shapes on one rank; ``None`` if the operator's own
-    arguments fit them. ``spans``: which part of one factor each tensor covers; ``None`` if all tensors cover their
-    factors completely. ``forms``: name -> a way to run the operator that shards several dims at once.
+    function that appends the operator with arguments for the shapes on one rank; ``None`` if the call's own arguments
+    fit. ``spans``: which part of one factor each tensor covers; ``None`` if every tensor covers all of its factors.
+    ``forms``: name -> a way to run the operator that shards several factors at once.
     """
 
     sizes: Mapping[str, int]
@@ -140,12 +140,12 @@ class OpFactors:
 
 @dataclass(frozen=True)
 class LocalBuilder:
-    """What a sharding rule needs to append to ``graph``, the graph of one rank, the operators that replace the operator
+    """The inputs of a sharding rule's function that appends, to the graph of one rank, the replacement of the operator
     call ``node``.
 
-    ``factors``: the sharding rule of ``node``, which says which named loop dimensions its dims consist of.
-    ``strategy``: the layouts of its operands and results. ``axis``, ``num_ranks``: the mesh axis over which these are
-    sharded, and its size. ``operands``: the nodes in ``graph`` that have this rank's operands.
+    ``factors``: the sharding rule of ``node``. ``strategy``: the layouts of the operands and results of ``node``.
+    ``axis``, ``num_ranks``: the mesh axis over which they are sharded, and its size. ``operands``: the nodes in
+    ``graph`` that have this rank's operands. ``graph``: the graph of one rank.
     """
 
     node: fx.Node
@@ -158,14 +158,14 @@ class LocalBuilder:
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Append a call of the operator ``target`` with ``args`` and ``kwargs`` to the graph of one rank, infer its
-        meta value, and return its node."""
+        ``meta["val"]``, and return the new node."""
         node = insert_operator_node(self.graph, target, args, kwargs, like=self.node)
         node.meta["grad"] = bool(node.meta.get("grad", True)) and is_differentiable(node.meta["val"])
         return node
 
     def copy(self, **changes: Any) -> fx.Node:
         """Append the operator call that is being replaced, with this rank's operands, to the graph of one rank, and
-        return its node.
+        return the node of the result.
 
         ``changes``: name of an argument in the operator's schema -> its new value.
         """
@@ -208,8 +208,8 @@ def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _collect_operands(argument: Any, found: list[fx.Node]) -> None:
-    """Append every graph node in ``argument``, an argument of an operator that may be nested, to the list ``found``,
-    depth first."""
+    """Append every graph node in ``argument``, a possibly nested argument of an operator, to the list ``found``, depth
+    first."""
     if isinstance(argument, fx.Node):
         found.append(argument)
     elif isinstance(argument, list | tuple):
@@ -221,13 +221,13 @@ def _collect_operands(argument: Any, found: list[fx.Node]) -> None:
 
 
 def replace_operands(node: fx.Node, operands: Sequence[fx.Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the args and kwargs of ``node`` with its tensor operands replaced by the nodes ``operands``. These are
-    in the order of the args, then the kwargs, with nested values depth first."""
+    """Return (args, kwargs) of ``node`` with its tensor operands replaced by the nodes ``operands``, which are in the
+    order of :func:`operands_of`."""
     rest = iter(operands)
 
     def replace(argument: Any) -> Any:
-        """Return ``argument``, an argument of an operator, with each graph node in it, at any depth, replaced by the
-        next of the new operands."""
+        """Return ``argument``, a possibly nested argument of an operator, with each graph node replaced by the next new
+        operand."""
         if isinstance(argument, fx.Node):
             return next(rest)
         if isinstance(argument, tuple):
@@ -242,7 +242,7 @@ def replace_operands(node: fx.Node, operands: Sequence[fx.Node]) -> tuple[tuple[
 
 
 def get_meta_tensor(node: fx.Node) -> Tensor:
-    """Return the tensor without data (``node.meta["val"]``) that has the shape and dtype of the result of ``node``."""
+    """Return ``node.meta["val"]``: a tensor without data that has the shape and dtype of the result of ``node``."""
     tensor: Tensor = node.meta["val"]
     return tensor
 
@@ -252,7 +252,7 @@ def get_meta_shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def results_of(node: fx.Node) -> tuple[Tensor, ...]:
-    """Return a tuple of tensors without data, one with the shape and dtype of each result of ``node``."""
+    """Return a tuple with a tensor without data for each result of ``node``, which has the result's shape and dtype."""
     val = node.meta["val"]
     return tuple(v for v in val if isinstance(v, Tensor)) if isinstance(val, tuple | list) else (val,)
 
@@ -261,8 +261,8 @@ _parameters: dict[Any, dict[str, tuple[int, Any]]] = {}
 
 
 def get_node_argument(node: fx.Node, name: str, default: Any = None) -> Any:
-    """Return the argument with the name ``name`` of the operator call ``node``. If the call does not give it, return
-    its default in the operator's schema. If the schema has no such argument, return ``default``."""
+    """Return the argument ``name`` of the operator call ``node``. If the call does not have the argument, return its
+    default in the operator's schema. If the schema has no such argument, return ``default``."""
     if name in node.kwargs:
         return node.kwargs[name]
     index, preset = _list_parameters(node.target).get(name, (-1, default))
@@ -279,15 +279,14 @@ def _list_parameters(target: Any) -> dict[str, tuple[int, Any]]:
 
 
 def normalize_dim(dim: int, rank: int) -> int:
-    """Return ``dim`` as a nonnegative index; a negative one counts from the end. ``rank``: the tensor's number
-    of dims.
-    """
+    """Return ``dim`` as a nonnegative index; a negative ``dim`` counts from the end. ``rank``: the tensor's number of
+    dims."""
     return dim + rank if dim < 0 else dim
 
 
 def normalize_dims(dims: Any, rank: int) -> tuple[int, ...]:
-    """Return the dims that an operator's argument ``dims`` names (an int or several), as nonnegative indices. ``rank``:
-    the tensor's number of dims.
+    """Return an operator's argument ``dims`` (an int or several) as a tuple of nonnegative indices. ``rank``: the
+    tensor's number of dims.
 
     ``None`` and ``[]`` mean all dims. The result is empty for a 0-dimensional tensor.
     """
@@ -305,16 +304,16 @@ FIRST = (frozenset((0,)),)  # linear in the first operand
 
 
 def mark_linear_each(*positions: int) -> tuple[frozenset[int], ...]:
-    """Return the property ``linear`` of a sharding rule for an operator that is linear in each of the operands at
-    ``positions`` (from 0) by itself, such as a product. If one of these operands is a partial sum, so is the result.
+    """Return the property :attr:`OpFactors.linear` of an operator that is linear in each of the operands at
+    ``positions`` (from 0) separately, such as a product: if one of these operands is a partial sum, so is the result.
     The property is a tuple of sets of operand positions."""
     return tuple(frozenset((p,)) for p in positions)
 
 
 def mark_linear_together(count: int) -> tuple[frozenset[int], ...]:
-    """Return the property ``linear`` of a sharding rule for an operator that is linear in its first ``count`` operands
-    together, such as an addition. If all of these are partial sums, so is the result. The property is a tuple of sets
-    of operand positions."""
+    """Return the property :attr:`OpFactors.linear` of an operator that is linear in its first ``count`` operands
+    together, such as an addition: if all of them are partial sums, so is the result. The property is a tuple of sets of
+    operand positions."""
     return (frozenset(range(count)),)
 
 
@@ -329,19 +328,18 @@ def build_factor_rule(
     local: Callable[[LocalBuilder], fx.Node] | None = None,
     spans: Spans | None = None,
 ) -> OpFactors:
-    """Return the sharding rule of the operator call ``node``, stated by factors (named loop dimensions, as in an
-    einsum). Every dim has at most one factor. Factor sizes are taken from the tensors, and dims of size 1 have no
-    factor.
+    """Return the sharding rule of the operator call ``node`` whose dims have at most one factor (named loop dimension,
+    as in an einsum) each. Factor sizes are taken from the tensors, and dims of size 1 have no factor.
 
     ``operands``, ``results``: for each tensor, the name of the factor of each dim; ``None`` for a dim that is never
-    sharded. If dims of one name differ in size, as in a gather whose index is shorter than its source, no dim of this
-    name is ever sharded.
+    sharded. If dims with the same name differ in size, as in a gather whose index is shorter than its source, none of
+    them is ever sharded.
 
     ``whole``: factors that must not be sharded. ``linear``: sets of operand positions (from 0); if exactly the operands
-    of one set are partial sums, so are the results. ``lower``: factor -> special operators that one rank runs if it is
-    sharded; ``None`` for none. ``local``: a function that appends the operator with the arguments for the shapes on one
-    rank; ``None`` if the call's own arguments fit them. ``spans``: which part of one factor each tensor covers;
-    ``None`` if all tensors cover their factors completely.
+    of one set are partial sums, so are the results. ``lower``: factor -> special operators that one rank runs if this
+    factor is sharded; ``None`` for none. ``local``: a function that appends the operator with arguments for the shapes
+    on one rank; ``None`` if the call's own arguments fit. ``spans``: which part of one factor each tensor covers;
+    ``None`` if every tensor covers all of its factors.
     """
     cut = None if spans is None else spans.factor
     sizes = {} if spans is None else {spans.factor: sum(spans.sections)}

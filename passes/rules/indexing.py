@@ -34,9 +34,8 @@ rule("aten.one_hot", "... -> ... c!")
 
 
 def localize_row_indices(local: LocalBuilder, index: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:
-    """Convert indices into a dim that is sharded over the ranks to indices into this rank's part of it, which has
-    ``rows`` rows. Return two nodes: the local indices (0 for rows of other ranks), and a mask that is true for rows of
-    other ranks.
+    """Convert indices into a sharded dim to indices into this rank's part of the dim, which has ``rows`` rows. Return
+    two nodes: the local indices (0 for rows of other ranks), and a mask that is true for rows of other ranks.
 
     ``local``: the operator to replace, its layouts, and the graph of one rank, to which operators are appended.
     ``index``: the node of the indices into the whole dim.
@@ -64,9 +63,9 @@ def shard_embedding(node: fx.Node) -> OpFactors:
 
 
 def _lower_sharded_embedding(local: LocalBuilder) -> fx.Node:
-    """Append an embedding in the rows of the weight that this rank holds, with zeros for ids of other ranks' rows,
-    to the graph of one rank, and return its node. ``local``: the embedding to replace, its layouts, and the graph of
-    one rank."""
+    """Append to the graph of one rank an embedding that reads the rows of the weight that this rank holds, and has
+    zeros for ids of other ranks' rows. Return the node of the result. ``local``: the embedding to replace, its layouts,
+    and the graph of one rank."""
     weight, index = local.operands
     own, elsewhere = localize_row_indices(local, index, local.size("v"))
     found = local.call(aten.embedding.default, weight, own)
@@ -78,12 +77,12 @@ def _lower_sharded_embedding(local: LocalBuilder) -> fx.Node:
 
 
 def name_matching_dims(operands: Sequence[fx.Node], dim: int) -> list[str | None]:
-    """Return a name for each dim of the tensors ``operands``, which have equal numbers of dims. In a sharding rule,
-    dims of one name are sharded together. The dim ``dim``, and each dim in which the sizes of the tensors differ, gets
-    ``None`` in place of a name: it must not be sharded.
+    """Return a list of names for the dims of the tensors ``operands``, which have equal numbers of dims. In a sharding
+    rule, dims with the same name are sharded together. The entry is ``None`` (must not be sharded) for ``dim`` and for
+    each dim in which the tensors differ in size.
 
-    If sizes differ, an operator such as ``gather`` reads only the first part of the larger tensor. Shards of the two
-    tensors on one rank would then not belong together.
+    If sizes differ, an operator such as ``gather`` reads only the first part of the larger tensor, so the shards of the
+    two tensors on one rank would not belong together.
     """
     sizes = zip(*(get_meta_shape(o) for o in operands), strict=True)
     return [NAMES[d] if d != dim and len({*s}) == 1 else None for d, s in enumerate(sizes)]
@@ -93,10 +92,9 @@ def name_matching_dims(operands: Sequence[fx.Node], dim: int) -> list[str | None
 def shard_gather(node: fx.Node) -> OpFactors | None:
     """Return the sharding rule of ``node``, a call of ``gather`` or ``take_along_dim``.
 
-    For ``gather``, the dim along which it reads may be sharded: each rank reads the elements that it holds and has
-    zeros for the others, so the result is a partial sum. Another dim may be sharded if the source and the index have
-    the same size there. For ``take_along_dim``, the dim along which it reads must not be sharded. Return ``None``
-    (no sharding) if the call has no ``dim``.
+    ``gather`` may be sharded along its argument ``dim``: each rank reads the elements that it holds and has zeros for
+    the others, so the result is a partial sum. ``take_along_dim`` must not be sharded along ``dim``. Another dim may be
+    sharded if source and index have the same size there. Return ``None`` (no sharding) if the call has no ``dim``.
     """
     rank = len(get_meta_shape(operands_of(node)[0]))
     dim = get_node_argument(node, "dim")
@@ -114,9 +112,9 @@ def shard_gather(node: fx.Node) -> OpFactors | None:
 
 
 def _lower_sharded_gather(local: LocalBuilder) -> fx.Node:
-    """Append a gather from the part of the source that this rank holds, with zeros for indices of other ranks'
-    parts, to the graph of one rank, and return its node. ``local``: the gather to replace, its layouts, and the
-    graph of one rank."""
+    """Append to the graph of one rank a gather from the part of the source that this rank holds, with zeros for indices
+    into other ranks' parts. Return the node of the result. ``local``: the gather to replace, its layouts, and the graph
+    of one rank."""
     source, index = local.operands
     dim = normalize_dim(get_node_argument(local.node, "dim"), len(get_meta_shape(source)))
     own, elsewhere = localize_row_indices(local, index, get_meta_shape(source)[dim])
@@ -126,8 +124,8 @@ def _lower_sharded_gather(local: LocalBuilder) -> fx.Node:
 
 @register_family("index_select")
 def index_select(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``node``, a call of ``index_select``: every dim may be sharded. If the dim along
-    which it reads is sharded, the result is a partial sum."""
+    """Return the sharding rule of ``node``, a call of ``index_select``: every dim may be sharded. If the indexed dim is
+    sharded, the result is a partial sum."""
     x, index = operands_of(node)
     dim = normalize_dim(get_node_argument(node, "dim"), len(get_meta_shape(x)))
     names = NAMES[: len(get_meta_shape(x))]
@@ -138,9 +136,9 @@ def index_select(node: fx.Node) -> OpFactors:
 
 
 def _select_sharded(local: LocalBuilder) -> fx.Node:
-    """Append an ``index_select`` from the part of the source that this rank holds, with zeros for indices of other
-    ranks' parts, to the graph of one rank, and return its node. ``local``: the operator to replace, its layouts, and
-    the graph of one rank."""
+    """Append to the graph of one rank an ``index_select`` from the part of the source that this rank holds, with zeros
+    for indices into other ranks' parts. Return the node of the result. ``local``: the operator to replace, its layouts,
+    and the graph of one rank."""
     source, index = local.operands
     dim = normalize_dim(get_node_argument(local.node, "dim"), len(get_meta_shape(source)))
     own, elsewhere = localize_row_indices(local, index, get_meta_shape(source)[dim])
@@ -149,21 +147,19 @@ def _select_sharded(local: LocalBuilder) -> fx.Node:
 
 
 def _zero_rows(local: LocalBuilder, x: fx.Node, where: fx.Node, dim: int) -> fx.Node:
-    """Append ``x`` with zeros where the mask ``where`` is true to the graph of one rank, and return its node.
-    ``local``: has this graph. ``dim``: the dim of ``x`` that corresponds to the first dim of the mask; the mask
-    broadcasts over the dims of ``x`` behind its own."""
+    """Append to the graph of one rank an operator that sets ``x`` to zero where the mask ``where`` is true. Return the
+    node of the result. ``local``: has the graph. ``dim``: the dim of ``x`` that corresponds to the first dim of the
+    mask; the mask broadcasts over the last dims of ``x``."""
     behind = len(get_meta_shape(x)) - dim - len(get_meta_shape(where))
     mask = local.call(aten.reshape.default, where, [*get_meta_shape(where), *[1] * behind]) if behind else where
     return local.call(aten.masked_fill.Scalar, x, mask, 0.0)
 
 
 def _index_dims(indices: Sequence[fx.Node | None], rank: int) -> tuple[int, list[str | None], list[int]]:
-    """Return three values that describe the result of ``x[indices]``: the index, in the result, of the first dim that
-    comes from the index tensors; a name for each dim of the broadcast index tensors; and a list of the dims of ``x``
-    that are indexed.
+    """Return three values that describe ``x[indices]``: the index of the result's first dim that comes from the index
+    tensors; a list of names for the dims of the broadcast index tensors; and a list of the indexed dims of ``x``.
 
-    ``indices``: for each dim of ``x``, the node of its index tensor; ``None`` for a dim without one. ``rank`` is not
-    used.
+    ``indices``: for each dim of ``x``, the node of its index tensor, or ``None``. ``rank``: unused.
     """
     indexed = [d for d, i in enumerate(indices) if i is not None]
     adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
@@ -173,8 +169,8 @@ def _index_dims(indices: Sequence[fx.Node | None], rank: int) -> tuple[int, list
 
 @register_family("index", "_unsafe_index")
 def shard_index(node: fx.Node) -> OpFactors | None:
-    """Return the sharding rule of ``node``, a read ``x[i, :, j]`` with index tensors: dims of ``x`` without an index,
-    and the dims of the index tensors, may be sharded.
+    """Return the sharding rule of ``node``, a read ``x[i, :, j]`` with index tensors: the dims of ``x`` without an
+    index and the dims of the index tensors may be sharded.
 
     If there is a single index tensor, the dim that it indexes may be sharded, too, and the result is then a partial
     sum. Return ``None`` (no sharding) if an index is a boolean mask, because the size of the result then depends on
@@ -200,9 +196,9 @@ def shard_index(node: fx.Node) -> OpFactors | None:
 
 
 def _lower_sharded_index(local: LocalBuilder) -> fx.Node:
-    """Append a read ``x[:, i]`` to the graph of one rank, and return its node. The rank reads the part of the indexed
-    dim that it holds, and has zeros for indices in other ranks' parts. ``local``: the operator to replace, its layouts,
-    and the graph of one rank."""
+    """Append to the graph of one rank a read ``x[:, i]`` from the part of the indexed dim that this rank holds, with
+    zeros for indices into other ranks' parts. Return the node of the result. ``local``: the operator to replace, its
+    layouts, and the graph of one rank."""
     source, places = local.operands
     dim = next(d for d, i in enumerate(get_node_argument(local.node, "indices")) if i is not None)
     rows = get_meta_shape(source)[dim]
@@ -235,8 +231,8 @@ def index_put(node: fx.Node) -> OpFactors | None:
 
 @register_family("scatter", "scatter_add", "scatter_reduce")
 def shard_scatter(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``node``, a call of ``scatter``, ``scatter_add`` or ``scatter_reduce``: the dim
-    along which it writes must not be sharded. Another dim may be if all operands have the same size there."""
+    """Return the sharding rule of ``node``, a call of ``scatter``, ``scatter_add`` or ``scatter_reduce``: its argument
+    ``dim`` must not be sharded. Another dim may be sharded if all operands have the same size there."""
     operands = operands_of(node)
     rank = len(get_meta_shape(operands[0]))
     if rank == 0 or any(len(get_meta_shape(o)) != rank for o in operands):
@@ -248,8 +244,8 @@ def shard_scatter(node: fx.Node) -> OpFactors:
 
 @register_family("index_add", "index_copy", "index_fill", "index_reduce")
 def index_rows(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``node``, an operator that writes slices at indices of a dim, such as
-    ``index_add``. This dim must not be sharded, other dims may be."""
+    """Return the sharding rule of ``node``, an operator such as ``index_add``, which writes slices at indices of its
+    argument ``dim``. This dim must not be sharded, other dims may be."""
     x, index, *source = operands_of(node)
     dim = normalize_dim(get_node_argument(node, "dim"), len(get_meta_shape(x)))
     names = [n if d != dim else None for d, n in enumerate(NAMES[: len(get_meta_shape(x))])]

@@ -1,7 +1,7 @@
 """Sharding rules of loss operators that the normal form does not decompose.
 
 Each function returns the :class:`OpFactors` of one operator call: which dims of its tensors may be sharded, and whether
-the result is then a partial sum.
+the result of sharding is a partial sum.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NONE, _MEAN, _SUM = 0, 1, 2  # the values of ``reduction``
 def shard_elementwise_loss(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a loss with one term per element, such as ``mse_loss``.
 
-    Every dim may be sharded. If the terms are summed or averaged, the result of a sharded loss is a partial sum.
+    Every dim may be sharded. If the terms are summed or averaged, the result over sharded dims is a partial sum.
     """
     if get_node_argument(node, "reduction") == _NONE:
         return shard_elementwise(node)
@@ -64,8 +64,8 @@ def shard_elementwise_loss(node: fx.Node) -> OpFactors:
 def shard_classification_loss(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``cross_entropy_loss`` or ``nll_loss``.
 
-    The dim of classes must not be sharded. Dims of samples may be sharded, unless the loss is a mean, because that
-    divides by the number of samples that are not ignored, which a rank does not know.
+    The dim of classes must not be sharded. Dims of samples may be sharded unless the loss is a mean: a mean divides by
+    the number of samples that are not ignored, which one rank does not know.
     """
     scores, target, *weight = operands_of(node)
     names = NAMES[: len(get_meta_shape(scores))]
@@ -99,10 +99,10 @@ def shard_nll_loss_forward(node: fx.Node) -> OpFactors:
 @register_family("multi_margin_loss", "multilabel_margin_loss_forward")
 def shard_margin_loss(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``multi_margin_loss`` or ``multilabel_margin_loss``, which have
-    one term per sample over all of its classes.
+    one term per sample, computed from all classes.
 
-    The dim of classes must not be sharded. The dim of samples may be sharded only if the terms are neither summed
-    nor averaged.
+    The dim of classes must not be sharded. The dim of samples may be sharded only if the terms are neither summed nor
+    averaged.
     """
     scores, target, *weight = operands_of(node)
     names = NAMES[: len(get_meta_shape(scores))]
@@ -133,7 +133,7 @@ def shard_cross_entropy(node: fx.Node) -> OpFactors:
     row of logits.
 
     Dims of rows may be sharded. If the dim of classes is sharded, each rank computes the target's logit and the
-    logsumexp of the classes that it holds, and an all-gather over the ranks combines them.
+    logsumexp over its own classes, and an all-gather over the ranks combines them.
     """
     logits, _ = operands_of(node)
     names = NAMES[: len(get_meta_shape(logits))]
@@ -146,9 +146,9 @@ def shard_cross_entropy(node: fx.Node) -> OpFactors:
 
 
 def _lower_sharded_cross_entropy(local: LocalBuilder) -> fx.Node:
-    """Append the cross entropy of logits whose dim of classes is sharded to the graph of one rank, and return the
-    node of the loss terms, which every rank has in full. ``local``: the operator to replace, its layouts, and the
-    graph of one rank."""
+    """Append to the graph of one rank the cross entropy of logits whose dim of classes is sharded. Return the node of
+    the loss terms, which are whole on every rank. ``local``: the operator to replace, its layouts, and the graph of one
+    rank."""
     logits, index = local.operands
     dim = normalize_dim(get_node_argument(local.node, "dim"), len(get_meta_shape(logits)))
     own, elsewhere = localize_row_indices(local, index, get_meta_shape(logits)[dim])
@@ -156,7 +156,7 @@ def _lower_sharded_cross_entropy(local: LocalBuilder) -> fx.Node:
     target, logsumexp = (local.call(operator.getitem, both, place) for place in range(2))
     target = local.call(aten.masked_fill.Scalar, target, elsewhere, 0.0)
     pair = local.call(aten.stack.default, [target, logsumexp])
-    # Every rank computes the same loss from the gathered numbers, so it has the whole gradient of its own: slice it.
+    # Every rank computes the same loss from the gathered numbers, so it has their whole gradient and takes its slice.
     alike = local.call(aten.unsqueeze.default, pair, 0)
     alike = local.call(collective.all_gather.default, alike, 0, local.axis, local.num_ranks, "slice")
     targets, sums = (local.call(aten.select.int, alike, 1, place) for place in range(2))

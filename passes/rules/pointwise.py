@@ -1,8 +1,8 @@
 """Sharding rules of elementwise operators and of operators that create tensors.
 
-Each function returns the :class:`OpFactors` of one operator call, which says which dims may be sharded. An operator
-that is *linear* in an operand also accepts a partial sum there and then returns a partial sum. Every result dim of an
-elementwise operator may be sharded. A created tensor is sharded if each rank can create its own part; torch's own
+Each function returns the :class:`OpFactors` of one operator call, which says which dims may be sharded. If an operator
+is *linear* in an operand, the operand may be a partial sum; the result is then a partial sum, too. Every result dim of
+an elementwise operator may be sharded. A created tensor is sharded if each rank can create its own part; torch's own
 random operators are not sharded.
 """
 
@@ -58,8 +58,8 @@ LINEAR = """
 
 
 def shard_elementwise(node: fx.Node, linear: Linear = ()) -> OpFactors:
-    """Return the sharding rule of ``node``, an elementwise operator: every dim of the result may be sharded, and with
-    it the operand dims, except those of size 1, which broadcast.
+    """Return the sharding rule of ``node``, an elementwise operator: every dim of the result may be sharded, together
+    with the matching dims of the operands, except those of size 1, which are broadcast.
 
     ``linear``: sets of operand positions (from 0). If exactly the operands of one set are partial sums, so is the
     result.
@@ -109,7 +109,7 @@ def shard_dtype_cast(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a cast: every dim may be sharded.
 
     If the operand is a partial sum, so is the result, provided that the new dtype is floating-point or complex, or
-    equal to the old one. A second operand, which only gives the dtype, is not sharded.
+    equal to the old one. A second operand, which only provides the dtype, is not sharded.
     """
     source, *others = operands_of(node)
     names = NAMES[: len(get_meta_shape(source))]
@@ -150,7 +150,7 @@ def shard_masked_fill(node: fx.Node) -> OpFactors:
 def shard_dropout(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, one of torch's dropout operators.
 
-    If dropout does nothing (no training, or ``p`` of 0), every dim may be sharded. Otherwise no dim may be sharded,
+    If dropout does nothing (not in training, or ``p`` is 0), every dim may be sharded. Otherwise no dim may be sharded,
     because the random mask must be the same on every rank.
     """
     if get_node_argument(node, "train") is False or get_node_argument(node, "p") == 0:
@@ -186,8 +186,8 @@ def shard_lookup(node: fx.Node) -> OpFactors | None:
     """Return the sharding rule of ``node``, a call of ``bucketize`` or ``isin``, which look up each element in a second
     tensor.
 
-    The dims of the elements may be sharded; the second tensor must not be. Return ``None`` (no sharding) if a Python
-    number takes the place of the elements.
+    The dims of the elements may be sharded; the second tensor must not be. Return ``None`` (no sharding) if the
+    elements are a Python number instead of a tensor.
     """
     if not isinstance(node.args[0], fx.Node):
         return None
@@ -201,9 +201,9 @@ def shard_searchsorted(node: fx.Node) -> OpFactors | None:
     """Return the sharding rule of ``node``, a call of ``searchsorted``, which finds the position of each element in a
     sorted row.
 
-    The last dim of the sorted tensor must not be sharded. If it has one row for each row of elements, the dims in
-    front may be sharded together with those of the elements. Return ``None`` (no sharding) if a Python number takes
-    the place of the elements.
+    The last dim of the sorted tensor must not be sharded. If the sorted tensor has one row for each row of elements,
+    its leading dims may be sharded together with those of the elements. Return ``None`` (no sharding) if the elements
+    are a Python number instead of a tensor.
     """
     if len(node.args) < 2 or not isinstance(node.args[1], fx.Node):
         return None
@@ -218,8 +218,8 @@ def shard_glu(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``glu``, which multiplies the first half of a dim by the sigmoid
     of the second half.
 
-    All dims may be sharded. Each half of the split dim is divided over the ranks by itself, so that a rank has
-    matching parts of both.
+    All dims may be sharded. Each half of the split dim is divided over the ranks separately, so that a rank has
+    matching parts of both halves.
     """
     (x,) = operands_of(node)
     rank = len(get_meta_shape(x))
@@ -249,7 +249,7 @@ def shard_full(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, an operator that creates a constant tensor of given sizes, such as
     ``zeros``: every dim may be sharded.
 
-    Tensor operands only give the dtype and are not sharded.
+    Tensor operands only provide the dtype and are not sharded.
     """
     unread = [[None] * len(get_meta_shape(o)) for o in operands_of(node)]
     return build_factor_rule(node, unread, [NAMES[: len(node.meta["val"].shape)]], local=_lower_fill)
@@ -275,13 +275,13 @@ def shard_arange(node: fx.Node) -> OpFactors:
 
 
 def _lower_arange(local: LocalBuilder) -> fx.Node:
-    """Append this rank's part of an ``arange`` to the graph of one rank, and return its node. If the rank has several
-    ranges of the dim, they are concatenated: it has one of each section (a part of the dim that is divided over all
-    ranks), and two of a zigzag shard (one from each end of the dim). ``local``: the ``arange`` to replace, its layout,
+    """Append this rank's part of an ``arange`` to the graph of one rank, and return the node of the result. If the rank
+    has several ranges of the dim, they are concatenated: one range of each section (a part of the dim that is divided
+    over all ranks), and, for a zigzag shard, one range from each end. ``local``: the ``arange`` to replace, its layout,
     and the graph of one rank."""
     val = local.node.meta["val"]
     start, step = get_node_argument(local.node, "start", 0), get_node_argument(local.node, "step", 1)
-    if not val.dtype.is_floating_point:  # torch rounds start and step first
+    if not val.dtype.is_floating_point:  # for integers, torch rounds start and step first
         start, step = int(start), int(step)
     options = {**local.node.kwargs, "dtype": val.dtype}
     rank = local.call(collective.axis_index.default, local.axis, local.num_ranks)
@@ -307,6 +307,6 @@ def _lower_arange(local: LocalBuilder) -> fx.Node:
     "uniform", "rrelu", "rrelu_with_noise",
 )  # fmt: skip
 def replicate_operator(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``node``, an operator whose tensors must not be sharded along any dim. Their elements
-    depend on each other, or on a random generator that must be equal on all ranks."""
+    """Return the sharding rule of ``node``, an operator whose tensors must not be sharded along any dim. The elements
+    depend on each other, or on a random generator that must have the same state on all ranks."""
     return forbid_sharding(node)

@@ -2,7 +2,7 @@
 
 Each function returns the :class:`OpFactors` of one operator call, which says which dims may be sharded. A product whose
 summed dim is sharded gives a partial sum. Convolutions, pooling and resizing may be sharded over samples and channels,
-not over positions. Factorisations and solvers need each matrix whole; the batch dims in front of it may be sharded.
+not over positions. Factorisations and solvers may be sharded over batch dims only, because they need whole matrices.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _ADDED = {"addmm": ("mk", "kn", "mn"), "addmv": ("mk", "k", "m"), "baddbmm": ("b
 def shard_added_product(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a matrix product plus an addend, such as ``addmm``.
 
-    The dim over which the product sums must not be sharded, because every rank would add the addend to its partial
-    sum. Other dims may be.
+    The dim over which the product sums must not be sharded, because every rank would add the addend to its partial sum.
+    Other dims may be sharded.
     """
     left, right, made = _ADDED[node.target.__name__.split(".")[0]]  # type: ignore[union-attr]
     rank = len(get_meta_shape(operands_of(node)[0]))
@@ -64,9 +64,8 @@ def shard_added_product(node: fx.Node) -> OpFactors:
 @register_family(*_RECURRENT_STATES)
 def shard_recurrent_layer(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, one direction of a recurrent layer. Samples may be sharded, in the input
-    and in the states. Steps must not be, because each reads the state after the step before; nor may features, because
-    each gate reads all features of the state.
-    """
+    and in the states. Time steps must not be sharded, because each step reads the state of the previous one. Features
+    must not be sharded, because each gate reads all features of the state."""
     states = _RECURRENT_STATES[node.target._schema.name]  # type: ignore[union-attr]
     rows: list[str | None] = [None, "b", None]
     weights: list[list[str | None]] = [[None] * len(get_meta_shape(o)) for o in operands_of(node)[1 + states :]]
@@ -88,8 +87,8 @@ def shard_linear(node: fx.Node) -> OpFactors:
 
 @register_family("matmul")
 def shard_matmul(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``node``, a call of ``matmul``: every dim may be sharded. If the dim over which it
-    sums is sharded, the result is a partial sum."""
+    """Return the sharding rule of ``node``, a call of ``matmul``: every dim may be sharded. If the summed dim is
+    sharded, the result is a partial sum."""
     x, y = (len(get_meta_shape(o)) for o in operands_of(node))
     batch = max(x, y) - 2
     front = NAMES[: max(batch, 0)]
@@ -103,9 +102,9 @@ def shard_matmul(node: fx.Node) -> OpFactors:
 
 @register_family("einsum")
 def shard_einsum(node: fx.Node) -> OpFactors | None:
-    """Return the sharding rule of ``node``, an ``einsum``: the dims of every label of the equation may be sharded.
-    If a label over which it sums is sharded, the result is a partial sum. Return ``None`` (no sharding) if the
-    equation has no ``->``."""
+    """Return the sharding rule of ``node``, an ``einsum``: the dims of every label of the equation may be sharded. If a
+    summed label is sharded, the result is a partial sum. Return ``None`` (no sharding) if the equation has no ``->``.
+    """
     equation: Any = node.args[0]
     terms, _, result = equation.replace(" ", "").partition("->")
     count = len(operands_of(node))
@@ -120,9 +119,8 @@ def shard_einsum(node: fx.Node) -> OpFactors | None:
 
 
 def _expand_einsum_labels(term: str, rank: int) -> list[str]:
-    """Return a name for each of the ``rank`` dims of one tensor in an einsum equation. ``term``: the tensor's
-    labels, such as ``...ij``. The dims for which ``...`` stands get names that count from the right, so that tensors
-    broadcast."""
+    """Return a list of names for the ``rank`` dims of one tensor in an einsum equation. ``term``: the tensor's labels,
+    such as ``...ij``. Dims that ``...`` covers get names that count from the right, as in broadcasting."""
     front, dots, back = term.partition("...")
     hidden = rank - len(front) - len(back)
     return [*front, *(NAMES[hidden - 1 - i] for i in range(hidden) if dots), *back]
@@ -134,8 +132,8 @@ def shard_convolution(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a convolution: samples, groups, and input and output channels within a
     group may be sharded.
 
-    With sharded input channels, the result is a partial sum; this is not allowed if there is a bias. Spatial dims
-    must not be sharded. Weights are ``[groups * out, in, ...]``, those of a transposed convolution ``[groups * in,
+    With sharded input channels, the result is a partial sum; this is not allowed if there is a bias. Spatial dims must
+    not be sharded. Weights are ``[groups * out, in, ...]``; weights of a transposed convolution are ``[groups * in,
     out, ...]``.
     """
     x, weight, *bias = operands_of(node)
@@ -205,8 +203,8 @@ for _places in (2, 3):
     @register_family(_unpooled)
     def shard_max_unpool(node: fx.Node, n: int = _places) -> OpFactors:
         """Return the sharding rule of ``node``, a call of ``max_unpool2d`` or ``max_unpool3d``: samples and channels
-        may be sharded, spatial dims must not be. The indices that the operator reads count within one channel of one
-        sample.
+        may be sharded, spatial dims must not be. This is correct because the operator's indices count within one
+        channel of one sample.
 
         ``n``: the number of spatial dims.
         """
@@ -222,7 +220,7 @@ for _places in (2, 3):
     def shard_fractional_max_pool(node: fx.Node, n: int = _places) -> OpFactors:
         """Return the sharding rule of ``node``, a call of ``fractional_max_pool2d`` or ``fractional_max_pool3d``:
         samples and channels may be sharded, spatial dims must not be. The operator reads random numbers for each
-        channel of each sample, which are sharded with them.
+        channel of each sample, which are sharded together with samples and channels.
 
         ``n``: the number of spatial dims.
         """
@@ -280,8 +278,8 @@ _MATRIX = 2  # number of dims of a matrix
 )  # fmt: skip
 def shard_matrix_batch(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, an operator on batches of matrices, such as a factorisation or a solver.
-    The batch dims in front of the matrix may be sharded if all operands and results have them; otherwise no dim may
-    be."""
+    The batch dims in front of the matrix may be sharded if all operands and results have these dims; otherwise no dim
+    may be sharded."""
     operands = [get_meta_shape(o) for o in operands_of(node)]
     results = [tuple(r.shape) for r in results_of(node)]
     first = max(operands, key=len)

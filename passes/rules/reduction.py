@@ -1,7 +1,8 @@
 """Sharding rules of reductions, of normalisations, and of operators that couple the elements of a dim, such as a sort.
 
 Each function returns the :class:`OpFactors` of one operator call, which says which dims may be sharded. A sum over a
-sharded dim is a partial sum. Dims over which a normalisation takes its statistics must not be sharded; others may be.
+sharded dim is a partial sum. Dims over which a normalisation computes its statistics must not be sharded; other dims
+may be.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def shard_reduction(node: fx.Node, linear: Linear = ()) -> OpFactors:
     """Return the sharding rule of ``node``, a sum over the dims in the operator's argument ``dim`` (all dims if it is
     absent).
 
-    Every dim may be sharded. If a dim over which it sums is sharded, the result is a partial sum. ``linear``: sets
-    of operand positions (from 0); if exactly the operands of one set are partial sums, so are the results.
+    Every dim may be sharded. If a summed dim is sharded, the result is a partial sum. ``linear``: sets of operand
+    positions (from 0); if exactly the operands of one set are partial sums, so are the results.
     """
     dims = list_dims(node)
     names = NAMES[: len(get_meta_shape(operands_of(node)[0]))]
@@ -53,11 +54,11 @@ def shard_reduction(node: fx.Node, linear: Linear = ()) -> OpFactors:
 
 
 def list_dims(node: fx.Node) -> tuple[int, ...]:
-    """Return the dims that the argument ``dim`` of the operator call ``node`` names, as indices from 0. If the
-    argument is absent, these are all dims of the operand."""
+    """Return the argument ``dim`` of the operator call ``node`` as a tuple of indices from 0. If the argument is
+    absent, return all dims of the operand."""
     given, sizes = get_node_argument(node, "dim"), get_meta_shape(operands_of(node)[0])
     if isinstance(given, list | tuple) and not given and tuple(results_of(node)[0].shape) == sizes:
-        return ()  # some operators read an empty list of dims as no dim, others as all dims
+        return ()  # an empty list means no dim for some operators and all dims for others
     return normalize_dims(given, len(sizes))
 
 
@@ -67,8 +68,8 @@ def _count_result_elements(node: fx.Node) -> int:
 
 
 def list_factors_along(node: fx.Node) -> frozenset[str]:
-    """Return the names, in a sharding rule, of the dims along which the operator call ``node`` works: those in its
-    argument ``dim``; all dims of the operand if it is absent."""
+    """Return the factor names of the dims in the argument ``dim`` of the operator call ``node`` (of all dims of the
+    operand if the argument is absent), for a sharding rule."""
     return frozenset(NAMES[d] for d in list_dims(node))
 
 
@@ -184,8 +185,8 @@ def lower_division_by_ranks(local: LocalBuilder) -> fx.Node:
 def shard_amax(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``amax`` or ``amin``.
 
-    If no gradient is needed, every dim may be sharded, and the ranks all-reduce the maximum or minimum over a
-    sharded dim. If a gradient is needed, or for ``amin`` of an unsigned dtype, the reduced dims must not be sharded.
+    If no gradient is needed, every dim may be sharded, and the ranks all-reduce the maximum or minimum over a sharded
+    dim. The reduced dims must not be sharded if a gradient is needed, or for ``amin`` of an unsigned dtype.
     """
     ordered = node.target == aten.amax.default or node.meta["val"].dtype.is_signed  # amin(x) = -amax(-x)
     if node.meta.get("grad", True) or not ordered:
@@ -197,7 +198,7 @@ def shard_amax(node: fx.Node) -> OpFactors:
 
 
 def _lower_sharded_amax(local: LocalBuilder) -> fx.Node:
-    """Append an ``amax`` or ``amin`` over a sharded dim to the graph of one rank: the maximum or minimum of the rank's
+    """Append to the graph of one rank an ``amax`` or ``amin`` over a sharded dim: the maximum or minimum of the rank's
     own shard, followed by an all-reduce. Return the node of the result. ``local``: the operator to replace, its
     layouts, and the graph of one rank."""
     found, axis, size = local.copy(), local.axis, local.num_ranks
@@ -268,8 +269,8 @@ def _compute_exponentials(local: LocalBuilder, x: fx.Node, grad: str) -> tuple[f
 
 @register_family("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm")
 def shard_layer_norm(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``node``, a layer norm or RMS norm: the last dims, which are normalised, must not
-    be sharded, other dims may be."""
+    """Return the sharding rule of ``node``, a layer norm or RMS norm: the normalised last dims must not be sharded,
+    other dims may be."""
     x, *affine = operands_of(node)
     names = NAMES[: len(get_meta_shape(x))]
     count = len(get_node_argument(node, "normalized_shape"))
@@ -305,8 +306,8 @@ def _lower_group_norm(local: LocalBuilder) -> fx.Node:
 
 @register_family("native_group_norm")
 def shard_native_group_norm(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``node``, a call of ``native_group_norm``, which also returns mean and reciprocal
-    standard deviation of each group of each sample.
+    """Return the sharding rule of ``node``, a call of ``native_group_norm``, which also returns the mean and the
+    reciprocal standard deviation of each group of each sample.
 
     Samples may be sharded, and channels by whole groups; spatial dims must not be sharded.
     """
@@ -339,7 +340,7 @@ def shard_batch_norm(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a batch norm: channels may be sharded.
 
     Samples and spatial dims may be sharded outside of training, where running statistics are used. In training they
-    must not be, because the statistics are computed over them.
+    must not be sharded, because the statistics are computed over them.
     """
     x, *channelwise = operands_of(node)
     if len(get_meta_shape(x)) < 2:
@@ -352,8 +353,8 @@ def shard_batch_norm(node: fx.Node) -> OpFactors:
 
 
 def _name_statistics_dims(size: tuple[int, ...]) -> list[str | None]:
-    """Return a name, in a sharding rule, for each dim of a tensor of batch norm statistics with the shape ``size``:
-    ``"c"`` for the dim of channels; ``None`` (must not be sharded) for an empty dim."""
+    """Return a list of factor names, for a sharding rule, of the dims of a tensor of batch norm statistics with the
+    shape ``size``: ``"c"`` for the dim of channels, or ``None`` (must not be sharded) if this dim is empty."""
     return ["c" if s else None for s in size]
 
 
@@ -366,7 +367,7 @@ def shard_weight_norm(node: fx.Node) -> OpFactors:
     dim = normalize_dim(get_node_argument(node, "dim"), len(names))
     lengths = [n if d == dim else None for d, n in enumerate(names)]
     whole = frozenset(n for d, n in enumerate(names) if d != dim)
-    single = len(results_of(node)) == 1  # a second result, the norms, is not linear in the lengths
+    single = len(results_of(node)) == 1  # the second result, the norms, is not linear in the lengths
     return build_factor_rule(node, [names, lengths], [names, lengths][: len(results_of(node))], whole=whole,
                  linear=mark_linear_each(1) if single else ())  # fmt: skip
 

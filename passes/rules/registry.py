@@ -1,7 +1,6 @@
-"""Table of factor rules by operator, and the parser of rules that are written as text.
+"""Table of sharding rules by operator, and the parser of rules that are written as text.
 
-A factor rule says which dims of an operator's tensors may be sharded. The modules of this folder and the user add
-rules. Example of a text: ``"b s (h d), h d -> b s h"``.
+The modules of this folder and the user add rules. Example of a text: ``"b s (h d), h d -> b s h"``.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ _HELP = 'expected text like "b s i, o i -> b s o", where "!" marks a factor that
 
 @dataclass(frozen=True)
 class DimPattern:
-    """The dims of one tensor in the text of a sharding rule. A factor is a named loop dimension of the operator, as the
-    letters of an einsum.
+    """The dims of one tensor in the text of a sharding rule. A factor is a named loop dimension of the operator, like a
+    letter of an einsum.
 
-    ``dims``: for each dim, the names of its factors, outermost first; an empty tuple for a dim of size 1.
-    ``ellipsis``: whether the text has ``...`` in front of the dims, which stands for any number of leading dims.
+    ``dims``: for each dim, the names of its factors, outermost first; an empty tuple for a dim of size 1. ``ellipsis``:
+    whether the text has ``...`` before the dims, which stands for any number of leading dims.
     """
 
     dims: Dims
@@ -40,12 +39,12 @@ class DimPattern:
 
 @dataclass(frozen=True)
 class TextRule:
-    """A sharding rule of an operator, parsed from a text such as ``"b s i, o i -> b s o"``. :meth:`fit` converts it to
-    the rule of one call with known tensor shapes.
+    """A sharding rule of an operator, parsed from a text such as ``"b s i, o i -> b s o"``. :meth:`fit` converts the
+    text rule to the rule of one call with known tensor shapes.
 
-    ``name``: the operator's name, for messages. ``text``: the text. ``operands``, ``results``: for each tensor, the
-    names in the text for its dims. ``whole``: the names marked ``!``, whose dims must not be sharded. ``linear``:
-    sets of operand positions (from 0); if exactly the operands of one set are partial sums, so are the results.
+    ``name``: the operator's name, for error messages. ``text``: the text itself. ``operands``, ``results``: the dims of
+    each tensor in the text. ``whole``: the factors marked ``!``, which must not be sharded. ``linear``: sets of operand
+    positions (from 0); if exactly the operands of one set are partial sums, so are the results.
     """
 
     name: str
@@ -57,20 +56,20 @@ class TextRule:
 
     @staticmethod
     def parse(text: str, name: str, linear: tuple[frozenset[int], ...] = ()) -> TextRule:
-        """Return the sharding rule that ``text``, such as ``"b s i, o i -> b s o"``, gives for the operator with the
-        name ``name``. Raise :class:`RuleError` if ``text`` is malformed.
+        """Parse ``text``, such as ``"b s i, o i -> b s o"``, and return the sharding rule of the operator with the name
+        ``name``. Raise :class:`RuleError` if ``text`` is malformed.
 
-        ``linear``: sets of operand positions (from 0); if exactly the operands of one set are partial sums, so are
-        the results.
+        ``linear``: sets of operand positions (from 0); if exactly the operands of one set are partial sums, so are the
+        results.
         """
         return _Parser(text, name).parse_rule(linear)
 
     def fit(self, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]], where: str) -> OpFactors:
-        """Return the sharding rule of one call of the operator, whose tensors have the given shapes. Raise
-        :class:`RuleError` if the shapes do not fit the text of this rule.
+        """Return the sharding rule of one call of the operator with the given tensor shapes. Raise :class:`RuleError`
+        if the shapes do not fit the text of this rule.
 
-        ``operands``, ``results``: the shape of each tensor that the call reads and returns. ``where``: the name of
-        the call, for messages.
+        ``operands``, ``results``: the shapes of the tensors that the call reads and returns. ``where``: the name of the
+        call, for error messages.
         """
         sides: list[tuple[Dims, ...]] = []
         pairs: list[tuple[tuple[str, ...], int]] = []
@@ -94,11 +93,11 @@ class TextRule:
 
     def _expand_ellipsis(self, pattern: DimPattern, shape: tuple[int, ...], which: str, where: str) -> Dims:
         """Return the names of the factors (named loop dimensions) of each dim of a tensor with the shape ``shape``.
-        ``pattern``: the tensor's dims in the text of this rule; ``...`` in it is replaced by names for the leading
-        dims, which count from the right, so that tensors broadcast.
+        ``pattern``: the tensor's dims in the text of this rule. If it has ``...``, the leading dims get names that
+        count from the right, as in broadcasting.
 
-        ``which``: the tensor, such as ``operand 0``, for messages. ``where``: the name of the operator call, for
-        messages. Raise :class:`RuleError` if the tensor has another number of dims than the text.
+        ``which``: the tensor, such as ``operand 0``, and ``where``: the name of the operator call, both for error
+        messages. Raise :class:`RuleError` if the tensor's number of dims differs from the text.
         """
         extra = len(shape) - len(pattern.dims)
         if extra < 0 or (extra and not pattern.ellipsis):
@@ -109,12 +108,12 @@ class TextRule:
         return (*front, *pattern.dims)
 
     def _solve_factor_sizes(self, pairs: list[tuple[tuple[str, ...], int]], where: str) -> dict[str, int]:
-        """Compute the sizes of factors (named loop dimensions) from the sizes of the dims that consist of them. Return
-        a dict: name of a factor -> size.
+        """Compute the sizes of factors (named loop dimensions) from the sizes of dims. Return a dict: name of a factor
+        -> size.
 
-        ``pairs``: for each dim, the names of its factors, and its size, which is the product of theirs. ``where``:
-        the name of the operator call, for messages. Raise :class:`RuleError` if the sizes contradict each other or
-        cannot be computed.
+        ``pairs``: for each dim, the names of its factors, and the dim's size, which is the product of the factors'
+        sizes. ``where``: the name of the operator call, for error messages. Raise :class:`RuleError` if the sizes
+        contradict each other or cannot be computed.
         """
         sizes: dict[str, int] = {}
         pending = pairs
@@ -143,8 +142,8 @@ class TextRule:
 
 
 class _Parser:
-    """Parses ``text``, the text of a sharding rule such as ``"b s (h d!), h d! -> b s h"``. ``name``: the name of
-    the operator, for messages. ``whole``: the names marked ``!`` that were read so far."""
+    """Parses ``text``, the text of a sharding rule such as ``"b s (h d!), h d! -> b s h"``. ``name``: the name of the
+    operator, for error messages. ``whole``: the names marked ``!`` so far."""
 
     def __init__(self, text: str, name: str) -> None:
         self.text, self.name = text, name
@@ -154,10 +153,10 @@ class _Parser:
         return RuleError(f"rule for {self.name}, {self.text!r}: {problem}; {_HELP}")
 
     def parse_rule(self, linear: tuple[frozenset[int], ...]) -> TextRule:
-        """Return the sharding rule that the parser's text states. Raise :class:`RuleError` if the text is malformed.
+        """Return the sharding rule that the parser's text describes. Raise :class:`RuleError` if the text is malformed.
 
-        ``linear``: sets of operand positions (from 0); if exactly the operands of one set are partial sums, so are
-        the results.
+        ``linear``: sets of operand positions (from 0); if exactly the operands of one set are partial sums, so are the
+        results.
         """
         sides = self.text.split("->")
         if len(sides) != 2:
@@ -179,11 +178,11 @@ class _Parser:
         return TextRule(self.name, self.text, operands, results, frozenset(self.whole), linear)
 
     def parse_pattern(self, text: str) -> DimPattern:
-        """Return which factors (named loop dimensions) the dims of one tensor consist of, as ``text`` says, a part of
-        the text of a sharding rule such as ``b s (h d!)``.
+        """Parse ``text``, the part of a rule's text for one tensor, such as ``b s (h d!)``, and return the factors
+        (named loop dimensions) of the tensor's dims.
 
-        Add the names that ``!`` marks, whose factors must not be sharded, to ``self.whole``. Raise :class:`RuleError`
-        if ``text`` is malformed.
+        Add the names marked ``!``, whose factors must not be sharded, to ``self.whole``. Raise :class:`RuleError` if
+        ``text`` is malformed.
         """
         dims: list[tuple[str, ...]] = []
         names: list[str] = []
@@ -238,15 +237,15 @@ _rules: dict[str, Rule] = {}  # "aten::view" for all overloads, "aten::view.dtyp
 
 _found: dict[Any, Rule | None] = {}
 
-_functions: set[str] = set()  # names whose rule is a function of the user, which may look at anything
+_functions: set[str] = set()  # names whose rule is a user's function, which may depend on anything
 
 
 def factors_of(node: fx.Node) -> OpFactors | None:
-    """Return the sharding rule of the operator call ``node``. It has, for each dim of its tensors, the factors (named
-    loop dimensions, as in an einsum), and says which of them may be sharded over ranks.
+    """Return the sharding rule of the operator call ``node``: the factors (named loop dimensions, as in an einsum) of
+    each tensor dim, and which of the factors may be sharded over ranks.
 
-    Return ``None`` if the operator has no rule, so that none of its tensors may be sharded. Raise :class:`RuleError`
-    if the text of a rule does not fit the shapes of the operator.
+    Return ``None`` if the operator has no rule; none of its tensors may then be sharded. Raise :class:`RuleError` if
+    the text of a rule does not fit the shapes of the operator.
     """
     target = node.target
     try:
@@ -257,11 +256,12 @@ def factors_of(node: fx.Node) -> OpFactors | None:
 
 
 def build_call_key(node: fx.Node) -> Hashable:
-    """Return a key of the operator call ``node``. Calls with equal keys have equal sharding rules: they call the same
-    operator with the same plain arguments, and their tensors have the same shapes, strides, dtypes and gradient marks.
+    """Return a cache key of the operator call ``node``; calls with equal keys have equal sharding rules. Calls with
+    equal keys have the same operator and plain arguments, and their tensors have the same shapes, strides, dtypes and
+    gradient flags.
 
-    If the user gave the operator's rule as a function, the key is ``node`` itself, because such a function may depend
-    on anything.
+    If the user gave the operator's rule as a function, the key is ``node`` itself, because the function may depend on
+    anything.
     """
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and _functions:
@@ -271,19 +271,19 @@ def build_call_key(node: fx.Node) -> Hashable:
     try:
         given = build_argument_key((resolve_meta_values(node.args), tuple(resolve_meta_values(node.kwargs).items())))
         made = build_argument_key(node.meta["val"])
-    except TypeError:  # an argument without a key
+    except TypeError:  # an argument is not hashable
         return node
     return target, given, made, node.meta.get("grad"), tuple([o.meta.get("grad") for o in operands_of(node)])
 
 
 def has_rule(target: Any) -> bool:
-    """Return whether the operator ``target`` has a sharding rule, even one that forbids all sharding."""
+    """Return whether the operator ``target`` has a sharding rule, which may be one that forbids all sharding."""
     return _find_rule(target) is not None
 
 
 def _find_rule(target: Any) -> Rule | None:
-    """Return the function that gives the sharding rule of a call of the operator ``target``; ``None`` if it has no
-    rule. A rule for one overload has precedence over a rule for all overloads."""
+    """Return the function that takes a call of the operator ``target`` and returns its sharding rule; ``None`` if the
+    operator has no rule. A rule for one overload has precedence over a rule for all overloads."""
     if target is operator.getitem:
         return _shard_getitem
     if not isinstance(target, torch._ops.OpOverload):
@@ -294,8 +294,7 @@ def _find_rule(target: Any) -> Rule | None:
 
 def _shard_getitem(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, an ``operator.getitem``, which selects one of several results of an
-    operator: every dim of the selected result may be sharded. The rule has one operand, with the shape of this
-    result."""
+    operator: every dim of the selected result may be sharded. The rule treats this result as the only operand."""
     names = NAMES[: len(get_meta_shape(node))]
     dims = tuple((n,) if size > 1 else () for n, size in zip(names, get_meta_shape(node), strict=True))
     sizes = {n: size for n, size in zip(names, get_meta_shape(node), strict=True) if size > 1}
@@ -346,16 +345,16 @@ def rule(target: Any, *texts: str, linear: Iterable[Collection[int]] = (), funct
         got = "both" if texts else "neither"
         raise RuleError(f"rule for {name}: expected one or more texts, or a function; got {got}")
     if not name.startswith(("aten::", "partition::")):
-        allow_operators(name)  # the user has declared it and means to have it in plans
+        allow_operators(name)  # declared by the user, so plans may have it
     _rules[name] = function or _make_text_rule(name, texts, tuple(frozenset(s) for s in linear))
     (_functions.discard if function is None else _functions.add)(name)
     _found.clear()
 
 
 def _make_text_rule(name: str, texts: tuple[str, ...], linear: tuple[frozenset[int], ...]) -> Rule:
-    """Return a function that gives the sharding rule of a call of the operator with the name ``name``. ``texts``: rules
-    as texts, such as ``"b s i, o i -> b s o"``, for different numbers of operands; the function uses the one that has
-    as many operands as the call.
+    """Return a function that takes a call of the operator with the name ``name`` and returns its sharding rule.
+    ``texts``: rules as texts, such as ``"b s i, o i -> b s o"``, with different numbers of operands; the function uses
+    the text that has as many operands as the call.
 
     ``linear``: sets of operand positions (from 0); if exactly the operands of one set are partial sums, so are the
     results.
@@ -383,7 +382,7 @@ def _get_rule_name(target: Any) -> str:
     """Return the name under which the sharding rule of an operator is stored: ``namespace::name`` or
     ``namespace::name.overload``. Raise :class:`RuleError` if there is no such operator.
 
-    ``target``: the operator: its name, an overload, an overload packet or a ``torch.library.custom_op``.
+    ``target``: the operator's name, an overload, an overload packet or a ``torch.library.custom_op``.
     """
     overload = getattr(target, "_opoverload", None)  # torch.library.custom_op
     if isinstance(overload, torch._ops.OpOverload):

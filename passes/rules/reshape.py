@@ -33,11 +33,12 @@ aten = torch.ops.aten
 def find_shared_factors(
     source: Sequence[int], target: Sequence[int]
 ) -> tuple[dict[str, int], Dims, Dims, frozenset[str]]:
-    """Split the sizes of two shapes with the same number of elements into common factors, and name them. Each dim of
-    each shape is the product of some consecutive factors.
+    """Split the sizes of two shapes with the same number of elements into common factors, and name the factors. Each
+    dim of each shape is the product of consecutive factors.
 
-    Return four values: a dict: name of a factor -> its size; the names for each dim of ``source``; the names for each
-    dim of ``target``; and the names that only one of the two shapes has, which must not be sharded.
+    Return four values: a dict (name of a factor -> its size); the factor names of each dim of ``source``; the factor
+    names of each dim of ``target``; and the set of factors that only one of the two shapes has, which must not be
+    sharded.
 
     >>> find_shared_factors((8, 4), (2, 16))
     ({'d0': 2, 'd1': 4, 'd2': 4}, (('d0', 'd1'), ('d2',)), (('d0',), ('d1', 'd2')), frozenset())
@@ -47,10 +48,11 @@ def find_shared_factors(
     whole: set[str] = set()
 
     def add_factor(size: int, shapes: Sequence[_SplitShape]) -> str:
-        """Create a factor of a reshape: a named size into which dims of both shapes are divided. Return its name.
+        """Create a factor of a reshape and split it off the current dim of each of ``shapes``. Return the factor's
+        name.
 
-        ``size``: its size. ``shapes``: the shapes before and after the reshape (one or both) from whose current dim it
-        is split off."""
+        ``size``: the factor's size. ``shapes``: the shape before the reshape, the shape after it, or both.
+        """
         name = NAMES[len(sizes)] if len(sizes) < len(NAMES) else f"d{len(sizes)}"
         sizes[name] = size
         for side in shapes:
@@ -63,7 +65,7 @@ def find_shared_factors(
             add_factor(common, sides)
             if sides[0].left == 1 or sides[1].left == 1:
                 continue
-        # Neither divides the other: no common factor up to where the running products agree again.
+        # Neither size divides the other: there is no common factor until the products of the sizes so far agree again.
         done = [1, 1]
         while done[0] != done[1] or done[0] == 1:
             behind = 0 if done[0] <= done[1] else 1
@@ -87,8 +89,8 @@ class _SplitShape:
         self.at, self.left = -1, 1
 
     def advance_dim(self) -> bool:
-        """If the current dim of this shape is split completely, go to the next dim that is larger than 1. Return
-        whether there is a dim left to split."""
+        """If the current dim of this shape is split completely, advance to the next dim that is larger than 1. Return
+        whether a dim is left to split."""
         while self.left == 1:
             self.at += 1
             if self.at == len(self.sizes):
@@ -98,8 +100,8 @@ class _SplitShape:
         return True
 
     def take_factor(self, name: str, size: int) -> None:
-        """Split a factor off the current dim of this shape. The size must divide what is left of the dim. ``name``,
-        ``size``: the factor's name and size."""
+        """Split the factor ``name`` of the size ``size`` off the current dim of this shape. The size must divide what
+        is left of the dim."""
         self.found[self.at].append(name)
         self.left //= size
 
@@ -114,8 +116,9 @@ class _SplitShape:
     "atleast_2d.default", "atleast_3d.default",
 )  # fmt: skip
 def shard_reshape(node: fx.Node) -> OpFactors | None:
-    """Return the sharding rule of ``node``, a ``reshape``, ``view`` or similar operator: a dim may be sharded by
-    each factor of its size that operand and result share. Return ``None`` (no sharding) if a dim has size 0."""
+    """Return the sharding rule of ``node``, a ``reshape``, ``view`` or similar operator: a dim may be sharded by each
+    factor of its size that the operand and the result have in common. Return ``None`` (no sharding) if a dim has size
+    0."""
     source, *shape_only = operands_of(node)
     if 0 in get_meta_shape(source):
         return None
@@ -125,7 +128,7 @@ def shard_reshape(node: fx.Node) -> OpFactors | None:
 
 
 def _lower_reshape(local: LocalBuilder) -> fx.Node:
-    # reshape, not view: a shard may have gaps in memory that the whole tensor has not.
+    # reshape, not view: a shard may have gaps in memory that the whole tensor does not have.
     return local.call(aten.reshape.default, local.operands[0], list(local.result_shape()))
 
 
@@ -196,9 +199,9 @@ def shard_movedim(node: fx.Node) -> OpFactors:
 
 @register_family("expand", "expand_copy", "broadcast_to", "expand_as")
 def shard_expand(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``node``, an ``expand``: every dim of the result may be sharded. If the operand
-    has this dim in full size, it is sharded with it. If the dim is new or was expanded from size 1, every rank has
-    the whole operand."""
+    """Return the sharding rule of ``node``, an ``expand``: every dim of the result may be sharded. If the operand has
+    the dim in full size, the operand is sharded with the result. If the dim is new or was expanded from size 1, every
+    rank has the whole operand."""
     x, *like = operands_of(node)
     names = NAMES[: len(node.meta["val"].shape)]
     unread: list[tuple[None, ...]] = [(None,) * len(get_meta_shape(o)) for o in like]
@@ -212,8 +215,8 @@ def _lower_expand(local: LocalBuilder) -> fx.Node:
 
 @register_family("repeat", "tile")
 def shard_repeat(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``node``, a ``repeat``. A dim of the result is (number of copies) x (elements of
-    the operand's dim), and may be sharded by either: each rank has some elements of every copy, or some of the
+    """Return the sharding rule of ``node``, a ``repeat``. A dim of the result is (number of copies) x (elements of the
+    operand's dim), and may be sharded by either factor: each rank has some elements of every copy, or some of the
     copies."""
     (x,) = operands_of(node)
     result = tuple(node.meta["val"].shape)
@@ -235,7 +238,7 @@ def shard_repeat(node: fx.Node) -> OpFactors:
 
 def _lower_repeat(local: LocalBuilder) -> fx.Node:
     """Append a ``repeat`` of this rank's operand, to the shape of this rank's result, to the graph of one rank, and
-    return its node. ``local``: the operator to replace, its layouts, and the graph of one rank."""
+    return the new node. ``local``: the operator to replace, its layouts, and the graph of one rank."""
     made = local.result_shape()
     (x,) = local.operands
     padded = (1,) * (len(made) - len(get_meta_shape(x))) + get_meta_shape(x)
@@ -245,8 +248,8 @@ def _lower_repeat(local: LocalBuilder) -> fx.Node:
 
 @register_family("repeat_interleave.self_int")
 def repeat_interleave(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``node``, a ``repeat_interleave`` with a fixed number of repeats. A dim of the
-    result is (elements of the operand's dim) x (copies of each), and may be sharded by either."""
+    """Return the sharding rule of ``node``, a ``repeat_interleave`` with a fixed number of repeats. A dim of the result
+    is (elements of the operand's dim) x (copies of each), and may be sharded by either factor."""
     (x,) = operands_of(node)
     if 0 in tuple(node.meta["val"].shape):
         return forbid_sharding(node)

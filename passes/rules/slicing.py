@@ -1,7 +1,7 @@
 """Sharding rules of operators that split, join, shift or pad a dim: split, slice, cat, stack, select, pad, roll.
 
 Each function returns the :class:`OpFactors` of one operator call, which says which dims may be sharded. A dim that is
-split or joined is sharded in *sections*: each piece is divided over all ranks by itself, so that splitting needs no
+split or joined is sharded in *sections*: each piece is divided over all ranks separately, so that splitting needs no
 communication.
 """
 
@@ -38,7 +38,7 @@ _FLIPPED: dict[Any, int] = {aten.fliplr.default: 1, aten.flipud.default: 0}
 
 
 def _list_part_spans(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (start, length), in elements, of each of the consecutive parts of a dim whose lengths are ``sizes``."""
+    """Return a list of (start, length), in elements, of consecutive parts of a dim whose lengths are ``sizes``."""
     return [(end - size, size) for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
@@ -47,7 +47,7 @@ def _list_part_spans(sizes: Sequence[int]) -> list[tuple[int, int]]:
         "unsafe_chunk", "unsafe_split_with_sizes")  # fmt: skip
 def shard_split(node: fx.Node) -> OpFactors | None:
     """Return the sharding rule of ``node``, a ``split`` or ``chunk``: every dim may be sharded. Each piece of the split
-    dim is divided over all ranks by itself, so that every rank has a part of every piece.
+    dim is divided over all ranks separately, so that every rank has a part of every piece.
 
     Return ``None`` (no sharding) if the pieces overlap or leave a gap.
     """
@@ -63,17 +63,17 @@ def shard_split(node: fx.Node) -> OpFactors | None:
 
 
 def _forbid_if_empty(names: Sequence[str], dim: int, size: int) -> list[str | None]:
-    """Return ``names``, the names of a tensor's dims in a sharding rule, with ``None`` (must not be sharded) in place
-    of the name of ``dim`` if the tensor is empty along it.
+    """Return ``names``, the factor names of a tensor's dims in a sharding rule. If ``size`` is 0, the name of ``dim``
+    is replaced by ``None`` (must not be sharded).
 
-    ``dim``: the dim along which an operator cuts or joins tensors. ``size``: the size of the tensor along it.
+    ``dim``: the dim along which an operator cuts or joins tensors. ``size``: the tensor's size along ``dim``.
     """
     return [n if size or d != dim else None for d, n in enumerate(names)]
 
 
 def _lower_split(local: LocalBuilder) -> fx.Node:
-    """Append the split (such as ``aten.split``) of this rank's operand, each part with its size on one rank, to the
-    graph of one rank, and return its node. ``local``: the split to replace, its layouts, and the graph of one rank."""
+    """Append the split (such as ``aten.split``) of this rank's operand, with piece sizes for one rank, to the graph of
+    one rank, and return the new node. ``local``: the split to replace, its layouts, and the graph of one rank."""
     spans = local.factors.spans
     if spans is None or local.strategy.factor != spans.factor:
         return local.copy()
@@ -85,13 +85,13 @@ def _lower_split(local: LocalBuilder) -> fx.Node:
 
 @register_family("cat", "concat", "concatenate")
 def shard_cat(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``node``, a ``cat``: every dim may be sharded. Along the dim that is joined, each
-    operand is divided over all ranks by itself."""
+    """Return the sharding rule of ``node``, a ``cat``: every dim may be sharded. Along the concatenated dim, each
+    operand is divided over all ranks separately."""
     operands = operands_of(node)
     rank = len(node.meta["val"].shape)
     dim = normalize_dim(get_node_argument(node, "dim", 0), rank)
     names = NAMES[:rank]
-    # An empty tensor of one dim may be joined to anything.
+    # An empty one-dimensional tensor may be concatenated with any tensor.
     sizes = [get_meta_shape(o)[dim] if len(get_meta_shape(o)) == rank else 0 for o in operands]
     spans = Spans(names[dim], tuple(s for s in sizes if s), tuple(_list_part_spans(sizes)), (_WHOLE,))
     pieces = [
@@ -104,8 +104,8 @@ def shard_cat(node: fx.Node) -> OpFactors:
 @register_family("slice", "slice_copy", "narrow", "narrow_copy")
 def shard_slice_operator(node: fx.Node) -> OpFactors | None:
     """Return the sharding rule of ``node``, a ``slice`` or ``narrow``: every dim may be sharded. The parts of the
-    sliced dim before, in and behind the slice are each divided over all ranks. With a step greater than 1, the sliced
-    dim may be sharded only if the slice covers all of it.
+    sliced dim before, inside and after the slice are each divided over all ranks. With a step greater than 1, the
+    sliced dim may be sharded only if the slice covers all of it.
 
     Return ``None`` (no sharding) if the start is a tensor.
     """
@@ -126,8 +126,8 @@ def shard_slice_operator(node: fx.Node) -> OpFactors | None:
 
 
 def _start_and_step(node: fx.Node, size: int) -> tuple[int, int]:
-    """Return (start, step) of the slice operator ``node``, in elements. The start is an index from 0 to ``size``,
-    the size of the sliced dim."""
+    """Return (start, step) of the slice operator ``node``, in elements. The start is a nonnegative index, at most
+    ``size``, the size of the sliced dim."""
     start = get_node_argument(node, "start") or 0
     start = max(start + size, 0) if start < 0 else min(start, size)
     return start, get_node_argument(node, "step", 1)
@@ -137,8 +137,8 @@ def _shard_strided_slice(node: fx.Node, names: list[str], dim: int, start: int, 
     """Return the sharding rule of ``node``, a slice that takes every ``step``-th element of the dim ``dim``, from index
     ``start`` on.
 
-    ``names``: a name for each dim of the operand. ``dim`` may be sharded only if its size is a multiple of ``step``
-    and the slice covers all of it; other dims may be.
+    ``names``: a factor name for each dim of the operand. ``dim`` may be sharded only if its size is a multiple of
+    ``step`` and the slice covers all of the dim; other dims may be sharded.
     """
     (x,) = operands_of(node)
     length = int(node.meta["val"].shape[dim])
@@ -153,8 +153,9 @@ def _shard_strided_slice(node: fx.Node, names: list[str], dim: int, start: int, 
 
 
 def _lower_slice(local: LocalBuilder) -> fx.Node:
-    """Append the slice of this rank's operand to the graph of one rank, with this rank's start and end if the sliced
-    dim is sharded, and return its node. ``local``: the slice to replace, its layouts, and the graph of one rank."""
+    """Append the slice of this rank's operand to the graph of one rank, and return the new node. If the sliced dim is
+    sharded, start and end are converted to this rank's. ``local``: the slice to replace, its layouts, and the graph of
+    one rank."""
     (x,) = local.operands
     dim = normalize_dim(get_node_argument(local.node, "dim", 0), len(get_meta_shape(x)))
     if not local.strategy.operands[0].is_shard or local.strategy.operands[0].dim != dim:
@@ -172,8 +173,8 @@ def slice_scatter(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a ``slice_scatter``, which replaces a range of a dim of the first operand
     by the second operand.
 
-    Every dim may be sharded. The parts of this dim before, in and behind the range are each divided over all ranks.
-    With a step greater than 1, this dim must not be sharded.
+    Every dim may be sharded. The parts of the written dim before, inside and after the range are each divided over all
+    ranks. With a step greater than 1, the written dim must not be sharded.
     """
     x, part = operands_of(node)
     names = NAMES[: len(get_meta_shape(x))]
@@ -191,9 +192,9 @@ def slice_scatter(node: fx.Node) -> OpFactors:
 
 
 def _lower_slice_scatter(local: LocalBuilder) -> fx.Node:
-    """Append the write of a range into this rank's operand to the graph of one rank, with this rank's start and end
-    if the written dim is sharded, and return its node. ``local``: the ``slice_scatter`` to replace, its layouts, and
-    the graph of one rank."""
+    """Append the write of a range into this rank's operand to the graph of one rank, and return the new node. If the
+    written dim is sharded, start and end are converted to this rank's. ``local``: the ``slice_scatter`` to replace, its
+    layouts, and the graph of one rank."""
     x, part = local.operands
     dim = normalize_dim(get_node_argument(local.node, "dim"), len(get_meta_shape(x)))
     spans = local.factors.spans
@@ -284,8 +285,8 @@ def pad_by_copies(node: fx.Node) -> OpFactors:
 
 
 def _find_padded_dims(node: fx.Node, amounts: Sequence[int]) -> list[int]:
-    """Return the dims of the operand of ``node`` that are padded, as indices from 0, last dim first. ``amounts``:
-    the numbers of elements added before and after each dim, from the last dim on."""
+    """Return the dims of the operand of ``node`` that are padded, as indices from 0, last dim first. ``amounts``: the
+    numbers of elements added before and after each dim, starting with the last dim."""
     rank = len(get_meta_shape(operands_of(node)[0]))
     return [rank - 1 - i for i in range(len(amounts) // 2) if amounts[2 * i] or amounts[2 * i + 1]]
 
@@ -293,7 +294,7 @@ def _find_padded_dims(node: fx.Node, amounts: Sequence[int]) -> list[int]:
 @register_family("flip", "roll", "fliplr", "flipud", "rot90")
 def shard_flip_or_roll(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a flip, roll or rotation: the dims along which elements move must not be
-    sharded, other dims may be. Without the operator's argument ``dims``, these are all dims."""
+    sharded, other dims may be. If the operator has no argument ``dims``, elements move along all dims."""
     rank = len(get_meta_shape(operands_of(node)[0]))
     return _shard_unchanged_dims(node, normalize_dims(get_node_argument(node, "dims", _FLIPPED.get(node.target)), rank))
 

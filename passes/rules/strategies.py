@@ -61,8 +61,8 @@ Wanted = Mapping[int, Collection[Layout]]
 
 
 def needs_gradient(node: fx.Node) -> bool:
-    """Return whether the value of ``node`` gets a gradient in backward: ``node.meta["grad"]`` if it is set,
-    otherwise whether the value's dtype is floating-point or complex."""
+    """Return whether the value of ``node`` gets a gradient in backward: ``node.meta["grad"]`` if it is set; otherwise,
+    whether the value's dtype is floating-point or complex."""
     grad = node.meta.get("grad")
     return is_differentiable(node.meta["val"]) if grad is None else bool(grad)
 
@@ -70,15 +70,15 @@ def needs_gradient(node: fx.Node) -> bool:
 def enumerate_strategies(
     node: fx.Node, num_ranks: int, preferred: Wanted | None = None, lengths: Collection[int] = NO_SIZES
 ) -> list[Strategy]:
-    """Return all ways to run the operator ``node`` on a mesh axis of ``num_ranks`` ranks, the unsharded way first. Each
-    way (strategy) states the layouts of all operands and results: sharded, whole, or a partial sum.
+    """Return all strategies to run the operator ``node`` on a mesh axis of ``num_ranks`` ranks, the unsharded one
+    first. A strategy states the layouts of all operands and results: sharded, whole, or a partial sum.
 
-    ``preferred``: layouts that neighbouring operators prefer, in which a dim is sharded in sections (parts that are
-    each divided over all ranks), as a dict: index ``i`` of an operand, or ``~k`` for result ``k`` -> layouts; ``None``
-    for no preferences. For every preferred layout that is possible here, the result has a strategy with it. If the
-    operator itself cuts or joins a dim, as ``split`` and ``cat`` do, the dim is sharded in sections that end where its
-    pieces end. ``lengths``: lengths, in positions, of the sequences that the axis shards; dims of these sizes may also
-    be sharded zigzag (a rank has one piece from each end), and an attention may be sharded along its sequence.
+    ``preferred``: layouts of neighbouring operators, to which strategies are added: a dict from ``i`` (operand ``i``)
+    or ``~k`` (result ``k``) to layouts in which a dim is sharded in sections (parts that are each divided over all
+    ranks); ``None`` for none. For every preferred layout that is possible here, the result has a strategy with it. If
+    the operator itself cuts or joins a dim, as ``split`` and ``cat`` do, sections also end where its pieces end.
+    ``lengths``: lengths, in positions, of the sequences that the axis shards. Dims of these sizes may also be sharded
+    zigzag (a rank has one piece from each end), and an attention may be sharded along its sequence.
 
     Raise :class:`partitioner.passes.errors.RuleError` if a user's rule does not fit the operator's tensors.
     """
@@ -110,7 +110,7 @@ def enumerate_strategies(
         if any(i >= len(nodes) for i in positions):
             continue  # one of these operands is a number
         if not all(is_differentiable(v) for v in (*(nodes[i].meta["val"] for i in positions), *results_of(node))):
-            continue  # no partial sums of booleans or integers: a whole value could not be divided over the ranks
+            continue  # a boolean or integer cannot be divided by the number of ranks into partial sums
         operands = tuple(PARTIAL if i in positions else layout for i, layout in enumerate(reads))
         found.append(Strategy(None, (), operands, (PARTIAL,) * len(makes)))
     return found
@@ -119,13 +119,12 @@ def enumerate_strategies(
 def append_local_call(
     node: fx.Node, strategy: Strategy, axis: str, num_ranks: int, operands: Sequence[fx.Node], graph: fx.Graph
 ) -> fx.Node:
-    """Append to ``graph``, the graph of one rank, the operators that it runs in place of ``node``, and return the node
-    of the result.
+    """Append to ``graph``, the graph of one rank, the operators that replace ``node``, and return the node of the
+    result.
 
-    ``strategy``: the layouts of the operands and results of ``node``. ``axis``, ``num_ranks``: the mesh axis over
-    which these are sharded, and its size. ``operands``: the nodes in ``graph`` that take the place of the operands
-    of ``node``, in the layouts ``strategy.operands``. ``meta["val"]`` of operands and new nodes has the shapes on
-    one rank.
+    ``strategy``: the layouts of the operands and results of ``node``. ``axis``, ``num_ranks``: the mesh axis over which
+    they are sharded, and its size. ``operands``: the nodes in ``graph`` that replace the operands of ``node``, in the
+    layouts ``strategy.operands``. ``meta["val"]`` of operands and new nodes has the shapes on one rank.
     """
     if strategy.factor is not None:
         factors = factors_of(node)
@@ -148,9 +147,9 @@ Place = tuple[int, int, tuple[str, ...]]  # operand i or result ~k; dim; the fac
 
 
 def _map_factor_dims(factors: OpFactors) -> dict[str, list[Place]]:
-    """Return the tensor dims that each factor (named loop dimension) of the sharding rule ``factors`` is part of:
-    factor -> list of dims. A dim is given as (``i`` for operand ``i`` or ``~k`` for result ``k``, index of the dim,
-    names of all factors of the dim)."""
+    """Return a dict: factor (named loop dimension) of the sharding rule ``factors`` -> list of the tensor dims that it
+    is part of. A dim is given as (``i`` for operand ``i`` or ``~k`` for result ``k``, index of the dim, names of all
+    factors of the dim)."""
     found: dict[str, list[Place]] = {}
     for i, dims in enumerate(factors.operands):
         for dim, names in enumerate(dims):
@@ -169,11 +168,11 @@ def _can_shard_zigzag(
     """Return whether ``factor``, a named loop dimension of an operator, may be sharded zigzag: each rank has one piece
     from each end of the dim.
 
-    Its size must be one of ``lengths``, the lengths of sequences, and be divisible by ``2 * num_ranks``. If it is cut
-    into ``sections``, each of these must instead be a multiple of a length and divisible by ``2 * num_ranks``. If one
-    rank runs special operators in place of the operator, they must work on a shard of several parts. ``factors``: the
-    operator's sharding rule. ``sections``: sizes of the parts of the dim that are each divided over all ranks; empty
-    for one part.
+    The size of the factor must be in ``lengths``, the lengths of sequences, and be divisible by ``2 * num_ranks``. If
+    the factor is cut into ``sections``, each section must instead be a multiple of a length and divisible by ``2 *
+    num_ranks``. If special operators replace the operator on one rank, they must support a shard of several parts.
+    ``factors``: the operator's sharding rule. ``sections``: sizes of the parts of the factor that are each divided over
+    all ranks; empty if it is divided as a whole.
     """
     size, lowering = factors.sizes[factor], factors.lower.get(factor)
     is_sequence = all(any(s % n == 0 for n in lengths) for s in sections) if sections else size in lengths
@@ -190,11 +189,11 @@ def _list_multi_dim_strategies(
     num_ranks: int,
 ) -> list[Strategy]:
     """Return the strategies of an operator that shard several dims at once, such as attention with sharded queries and
-    keys. Each is returned with contiguous shards and with zigzag shards (one piece from each end), if the sizes are
-    divisible.
+    keys. Each has a version with contiguous shards and one with zigzag shards (one piece from each end), if the sizes
+    are divisible.
 
     ``factors``: the operator's sharding rule, whose ``forms`` state these strategies. ``nodes``: its operands.
-    ``results``: its result tensors. ``reads``: the layout of each operand that a strategy does not shard.
+    ``results``: its result tensors. ``reads``: for each operand, the layout if the strategy does not shard it.
     ``num_ranks``: the number of ranks.
     """
     found = []
@@ -222,12 +221,11 @@ def _shard_factor(
     places: Sequence[Place],
     zigzag: bool = False,
 ) -> Strategy | None:
-    """Return the strategy, that is, the layouts of all operands and results of an operator, that shards all dims that
-    belong to ``factor``, a named loop dimension of the operator. Return ``None`` if a tensor cannot be sharded in this
-    way.
+    """Return the strategy (the layouts of all operands and results of an operator) that shards all dims of ``factor``,
+    a named loop dimension of the operator. Return ``None`` if a tensor cannot be sharded in this way.
 
-    ``factors``: the operator's sharding rule. ``sections``: sizes of the parts of the factor that are each divided
-    over all ranks; empty for one part. ``reads``: for each operand, the layout that it gets if it has no dim of the
+    ``factors``: the operator's sharding rule. ``sections``: sizes of the parts of the factor that are each divided over
+    all ranks; empty if it is divided as a whole. ``reads``: for each operand, the layout if it has no dim of the
     factor. ``places``: the dims of the factor, each as (``i`` for operand ``i`` or ``~k`` for result ``k``, index of
     the dim, names of all factors of the dim). ``zigzag``: whether each rank has one piece from each end.
     """
@@ -253,8 +251,8 @@ def _shard_factor(
 
 
 def _count_outer_and_inner(names: tuple[str, ...], factor: str, sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Return two integers for a dim whose size is the product of named factors: the product of the sizes of the factors
-    in front of ``factor``, and that of the factors behind it.
+    """Return two integers for a dim whose size is a product of factors: the product of the sizes of the factors before
+    ``factor``, and the product of the sizes of the factors after it.
 
     ``names``: the factors of the dim, outermost first. ``sizes``: name of a factor -> its size.
     """
@@ -269,17 +267,18 @@ def _count_outer_and_inner(names: tuple[str, ...], factor: str, sizes: Mapping[s
 
 # Sections. Below, a factor's sections are always a tuple of positive sizes that add up to it, or () for one section.
 def select_sections_within(sections: Sections, span: tuple[int, int]) -> Sections:
-    """Return the sizes in ``sections`` of those pieces that lie in ``span``. ``sections``: the sizes, in elements,
-    of consecutive pieces of a dim. ``span``: a part of the dim, as (start, length) in elements; it must start and
-    end at borders of pieces."""
+    """Return the sizes of those sections that lie in ``span``. ``sections``: the sizes, in elements, of consecutive
+    sections of a dim. ``span``: a part of the dim, as (start, length) in elements, that starts and ends at borders of
+    sections."""
     start, length = span
     ends = accumulate(sections)
     return tuple(s for s, end in zip(sections, ends, strict=True) if start < end <= start + length)
 
 
 def refine_sections(first: Sections, second: Sections) -> Sections:
-    """Return the coarsest division of a dim into consecutive pieces that has all borders of the divisions ``first``
-    and ``second``. A division is a tuple with the sizes of the pieces, in elements; ``()`` means one piece."""
+    """Return the coarsest division of a dim into consecutive pieces that includes all borders of the divisions
+    ``first`` and ``second``. A division is a tuple with the sizes of the pieces, in elements; ``()`` means one piece.
+    """
     if not first or not second:
         return first or second
     borders = sorted({*accumulate(first), *accumulate(second)})
@@ -287,13 +286,13 @@ def refine_sections(first: Sections, second: Sections) -> Sections:
 
 
 def _choose_sections(factors: OpFactors, factor: str, preferred: Iterable[Sections], num_ranks: int) -> list[Sections]:
-    """Return useful ways to cut ``factor``, a named loop dimension of an operator, into sections: parts that are each
-    divided over all ranks. A way is a tuple with the sizes of the sections; ``()`` stands for one section.
+    """Return a list of divisions of ``factor``, a named loop dimension of an operator, into sections that are each
+    divided over all ranks. A division is a tuple of section sizes; ``()`` stands for one section.
 
-    The first way cuts only where the operator itself cuts or joins the dim. Further ways also cut at the borders of one
-    element of ``preferred``, the sections that neighbouring operators prefer; the last one cuts at all of these
-    borders. A way is left out if a section is not divisible by ``num_ranks`` or there are more than ``MAX_SECTIONS``
-    sections. If the operator cannot run on sections, the only way is ``()``. ``factors``: the operator's sharding rule.
+    The first division cuts only where the operator itself cuts or joins the dim. Further ones also cut at the borders
+    of one element of ``preferred``, the divisions of neighbouring operators; the last one cuts at the borders of all
+    elements. Divisions with a section not divisible by ``num_ranks`` or with more than ``MAX_SECTIONS`` sections are
+    left out. If the operator cannot run on sections, the result is ``[()]``. ``factors``: the operator's sharding rule.
     """
     spans = factors.spans
     if not preferred and spans is None:
@@ -313,10 +312,10 @@ def _choose_sections(factors: OpFactors, factor: str, preferred: Iterable[Sectio
 
 
 def _find_preferred_sections(factors: OpFactors, preferred: Wanted) -> dict[str, list[Sections]]:
-    """Return how neighbouring operators prefer the factors (named loop dimensions) of this operator to be cut, from the
-    layouts that they prefer for its tensors. The result is a dict: factor -> list of divisions, one for each layout. A
-    division is a tuple of the sizes of parts that are each divided over all ranks. Layouts without such parts, and
-    layouts that no division of a factor gives, are left out.
+    """Convert layouts that neighbouring operators prefer for this operator's tensors to divisions of its factors (named
+    loop dimensions). Return a dict: factor -> list of divisions, one for each layout. A division is a tuple of the
+    sizes of sections that are each divided over all ranks. Layouts without sections, and layouts that no division of a
+    factor gives, are left out.
 
     ``factors``: the operator's sharding rule. ``preferred``: the preferred layouts; key ``i`` is operand ``i``, ``~k``
     is result ``k``.
@@ -346,12 +345,11 @@ def _find_preferred_sections(factors: OpFactors, preferred: Wanted) -> dict[str,
 def _derive_factor_sections(
     names: tuple[str, ...], factor: str, sizes: Mapping[str, int], sections: Sections
 ) -> Sections:
-    """Return the sections of ``factor``, a named loop dimension of an operator, that divide a tensor dim into the
-    sections ``sections``; ``()`` if there are none. The dim runs over ``factor`` and other factors. Sections are the
-    sizes, in elements, of consecutive pieces that are each divided over all ranks.
+    """Return the division of ``factor``, a named loop dimension of an operator, that divides a tensor dim into
+    ``sections``; ``()`` if there is none. The size of the dim is the product of ``factor`` and other factors. A
+    division is a tuple of the sizes, in elements, of consecutive sections that are each divided over all ranks.
 
-    ``names``: the factors whose product is the size of the dim, outermost first. ``sizes``: name of a factor -> its
-    size.
+    ``names``: the factors of the dim, outermost first. ``sizes``: name of a factor -> its size.
     """
     if len(names) == 1:
         return sections

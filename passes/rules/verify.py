@@ -1,11 +1,11 @@
-"""Check a factor rule against its operator: run every sharding strategy on simulated ranks and compare with one device.
+"""Check a sharding rule: run every sharding strategy of an operator on simulated ranks and compare with one device.
 
 >>> check_strategies(torch.ops.aten.mm.default, (torch.randn(4, 6), torch.randn(6, 8)))
 []
 
-Results and gradients are compared. :func:`run_ranks` runs one rank's graph for all ranks in one process. The graph is
-the same on every rank, so it is walked once, with a list of tensors at every node, one per rank. A collective is a
-function of that list, and its gradient is its transpose, as ``passes/ir/collectives.py`` lists them.
+Results and gradients are compared. :func:`run_ranks` runs one rank's graph for all ranks in one process. All ranks have
+the same graph, so each node is executed once for all ranks, on lists with one tensor per rank. A collective is a
+function of such a list, and its backward is the transposed collective in ``passes/ir/collectives.py``.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Ranks = list[Tensor]  # one tensor per rank
 
 
 def run_ranks(graph: fx.Graph, inputs: Sequence[Ranks], axes: Mapping[str, int]) -> list[Any]:
-    """Run ``graph`` on all simulated ranks of a mesh in one process. Return a list with, for each rank, what the graph
-    returns there.
+    """Run ``graph`` on all simulated ranks of a mesh in one process. Return a list with the graph's output on each
+    rank.
 
-    ``inputs``: for each placeholder, a list with the tensor of each rank. ``axes``: name of each mesh axis -> its
-    size; the rank number counts fastest along the last axis.
+    ``inputs``: for each placeholder, a list with the tensor of each rank. ``axes``: name of each mesh axis -> its size;
+    consecutive ranks differ along the last axis.
     """
     num_ranks = math.prod(axes.values())
     env: dict[fx.Node, list[Any]] = {}
@@ -58,10 +58,10 @@ def run_ranks(graph: fx.Graph, inputs: Sequence[Ranks], axes: Mapping[str, int])
 
 
 def list_axis_groups(axes: Mapping[str, int], axis: str) -> list[list[int]]:
-    """Return the groups of ranks of a mesh that differ only in their position along ``axis``; each group is a list of
-    rank numbers in the order of the axis.
+    """Return the groups of ranks of a mesh that differ only in their position along ``axis``; a group is a list of rank
+    numbers, ordered by this position.
 
-    ``axes``: name of each mesh axis -> its size; the rank number counts fastest along the last axis.
+    ``axes``: name of each mesh axis -> its size; consecutive ranks differ along the last axis.
     """
     grid = torch.arange(math.prod(axes.values())).view(*axes.values())
     lines: list[list[int]] = grid.movedim(list(axes).index(axis), -1).reshape(-1, axes[axis]).tolist()
@@ -92,8 +92,8 @@ def _run_collective(name: str, node: fx.Node, env: dict[fx.Node, list[Any]], axe
 
 
 class _CollectiveFunction(torch.autograd.Function):
-    """Autograd function that runs a collective, such as an all-gather, on the tensors of a group of simulated ranks
-    in one process. Its backward runs the transposed collective on their gradients."""
+    """Autograd function that runs a collective, such as an all-gather, on the tensors of a group of simulated ranks in
+    one process. Backward runs the transposed collective on the gradients."""
 
     @staticmethod
     def forward(ctx: Any, name: str, options: dict[str, Any], *ranks: Tensor) -> tuple[Tensor, ...]:
@@ -108,30 +108,30 @@ class _CollectiveFunction(torch.autograd.Function):
 
 
 def _sum_over_ranks(ranks: Ranks, options: dict[str, Any]) -> Ranks:
-    """Return the sum of the tensors ``ranks``, one of each simulated rank, as a list with one copy for each rank.
-    ``options``: the arguments of the collective by name; not used."""
+    """Return a list with the sum of the tensors ``ranks`` (one per simulated rank), repeated for each rank.
+    ``options``: unused."""
     return [torch.stack(ranks).sum(0) for _ in ranks]
 
 
 def _take_own_chunks(ranks: Ranks, options: dict[str, Any]) -> Ranks:
-    """Cut the tensor of each simulated rank into equal parts, one for each rank, and return, for each rank, the part
-    with the rank's number. ``ranks``: the tensors of the ranks, in order. ``options``: the arguments of the collective
-    by name; ``dim`` is the dim that is cut."""
+    """Return a list with, for each simulated rank, its own chunk of its tensor: tensors are cut into as many equal
+    chunks as there are ranks, and rank ``i`` keeps chunk ``i``. ``ranks``: the tensors of the ranks, in order.
+    ``options``: the arguments of the collective by name; ``dim`` is the dim that is cut."""
     return [x.chunk(len(ranks), options["dim"])[r] for r, x in enumerate(ranks)]
 
 
 def _pad_with_zeros(ranks: Ranks, options: dict[str, Any]) -> Ranks:
-    """Return, for each simulated rank, a tensor of the size of all ranks' tensors joined along a dim: the rank's own
-    tensor at its place, and zeros elsewhere. ``ranks``: the tensors of the ranks, in order. ``options``: the arguments
-    of the collective by name; ``dim`` is the dim along which the tensors are joined."""
+    """Return a list with, for each simulated rank, the concatenation of all ranks' tensors along a dim in which the
+    other ranks' tensors are replaced by zeros. ``ranks``: the tensors of the ranks, in order. ``options``: the
+    arguments of the collective by name; ``dim`` is the dim of the concatenation."""
     zeros = [[torch.zeros_like(x)] * len(ranks) for x in ranks]
     return [torch.cat([*zeros[r][:r], x, *zeros[r][r + 1 :]], options["dim"]) for r, x in enumerate(ranks)]
 
 
 def _exchange_chunks(ranks: Ranks, split: int, concat: int) -> Ranks:
-    """Return, for each simulated rank, its result of an all-to-all of the tensors ``ranks``, one of each rank.
-    ``split``: the dim along which each tensor is cut. ``concat``: the dim along which the received parts are
-    concatenated."""
+    """Return a list with each simulated rank's result of an all-to-all. ``ranks``: the tensors of the ranks, in order.
+    ``split``: the dim along which each tensor is cut. ``concat``: the dim along which received chunks are concatenated.
+    """
     pieces = [x.chunk(len(ranks), split) for x in ranks]
     return [torch.cat([p[r] for p in pieces], concat) for r in range(len(ranks))]
 
@@ -170,19 +170,20 @@ def check_strategies(
     wanted: Mapping[int, Collection[Layout]] | None = None,
     grad: bool | Collection[int] = True,
 ) -> list[str]:
-    """Run a call of an operator in every way in which it can be sharded, on simulated ranks, and compare results and
-    gradients with those of the operator itself. Return a text for each difference; an empty list means that all agree.
+    """Run a call of an operator with each of its sharding strategies on simulated ranks, and compare results and
+    gradients with those on one device. Return a message for each difference; an empty list means that all agree.
 
-    Partial sums and the gradients of results are random numbers from torch's global generator.
+    Partial sums and gradients of results are drawn from torch's global random generator.
 
     Args:
         target: the operator.
         args: arguments of the call, with real tensors; use float64 so that numbers agree closely.
         kwargs: keyword arguments of the call; ``None`` for none.
         num_ranks: number of ranks to simulate.
-        wanted: further layouts to test; key ``i`` is operand ``i``, ``~k`` is result ``k``; ``None`` for none.
-        grad: whether floating-point tensors get gradients, or the positions (from 0), among the tensors, of those that
-            do.
+        wanted: further layouts to test, as a dict: ``i`` (operand ``i``) or ``~k`` (result ``k``) -> layouts; ``None``
+            for none.
+        grad: true or false: whether all floating-point tensors get gradients; or the positions (from 0), among the
+            tensor arguments, of those that do.
     """
     node, tensors = make_call_node(target, args, kwargs or {}, grad)
     factors = factors_of(node)
@@ -196,15 +197,15 @@ def check_strategies(
 def make_call_node(
     target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], grad: bool | Collection[int] = True
 ) -> tuple[fx.Node, list[Tensor]]:
-    """Return a graph node for a call of the operator ``target`` with ``args`` and ``kwargs``, which have real
-    tensors among them, and a list of these tensors in the order of the node's operands. ``grad``: whether
-    floating-point tensors get gradients, or the positions (from 0), among the tensors, of those that do."""
+    """Return two values: a graph node for a call of the operator ``target`` with ``args`` and ``kwargs``; and a list of
+    the real tensors among the arguments, in the order of the node's operands. ``grad``: true or false: whether all
+    floating-point tensors get gradients; or the positions (from 0), among the tensors, of those that do."""
     graph = fx.Graph()
     tensors: list[Tensor] = []
 
     def placeholder(leaf: Any) -> Any:
-        """Return a placeholder for ``leaf``, a value in the arguments of a call, if it is a tensor, and append the
-        tensor to the list of tensors. Return any other value unchanged."""
+        """If ``leaf``, a value in the arguments of a call, is a tensor, append it to the list of tensors and return a
+        placeholder node for it. Return any other value unchanged."""
         if not isinstance(leaf, Tensor):
             return leaf
         node = graph.placeholder(f"x{len(tensors)}")
@@ -251,11 +252,11 @@ _TOLERANCE = {torch.float32: 1e-4, torch.complex64: 1e-4, torch.float16: 1e-2, t
 
 
 class OperatorReference:
-    """Results and gradients of an operator on one device. Its sharded forms are compared with them. For the backward,
-    the gradients of the results are random numbers.
+    """Results and gradients of an operator on one device, with which its sharded runs are compared. The gradients of
+    the results, from which backward starts, are random numbers.
 
-    ``node``: the operator call. ``operands``: its tensors. ``results``, ``grads``: its results, and the gradients of
-    its operands.
+    ``node``: the operator call. ``operands``: its tensor operands. ``results``: its results. ``grads``: the gradients
+    of its operands.
     """
 
     def __init__(self, node: fx.Node, tensors: list[Tensor]) -> None:
@@ -275,9 +276,9 @@ class OperatorReference:
         self.tolerance = max(_TOLERANCE.get(t.dtype, 1e-9) for t in (*tensors, *self.results))
 
     def check(self, strategy: Strategy, num_ranks: int) -> list[str]:
-        """Run the operator on ``num_ranks`` simulated ranks. Return a message for each result or gradient that differs
-        from that on one device; an empty list means that all agree. ``strategy``: the layouts of its operands and
-        results."""
+        """Run the operator with ``strategy`` on ``num_ranks`` simulated ranks. Return a message for each result or
+        gradient that differs from the one on one device; an empty list means that all agree. ``strategy``: the layouts
+        of its operands and results."""
         layouts = (*strategy.operands, *strategy.results)
         for layout, tensor in zip(layouts, (*self.operands, *self.results), strict=True):
             if not can_shard_evenly(layout, tuple(tensor.shape), num_ranks):
@@ -288,9 +289,9 @@ class OperatorReference:
             return [f"fails: {type(error).__name__}: {error}"]
 
     def _check_results(self, strategy: Strategy, num_ranks: int) -> list[str]:
-        """Run the operator on ``num_ranks`` simulated ranks. Return a message for each result that differs from that on
-        one device; if all results agree, a message for each gradient that differs. ``strategy``: the layouts of its
-        operands and results."""
+        """Run the operator with ``strategy`` on ``num_ranks`` simulated ranks. Return a message for each result that
+        differs from the one on one device; if all results agree, a message for each gradient that differs.
+        ``strategy``: the layouts of its operands and results."""
         pairs = list(zip(self.operands, strategy.operands, strict=True))
         shapes = [local_shape(layout, tuple(t.shape), num_ranks) for t, layout in pairs]
         graph = build_operator_graph(
@@ -315,7 +316,7 @@ class OperatorReference:
     def _check_gradients(
         self, strategy: Strategy, leaves: list[Ranks], outputs: list[Any], num_ranks: int
     ) -> list[str]:
-        """Return a message for each operand whose gradient on the simulated ranks differs from that on one device.
+        """Return a message for each operand whose gradient on the simulated ranks differs from the one on one device.
         ``strategy``: the layouts with which the operator was run. ``leaves``: for each operand, the tensor of each
         rank. ``outputs``: for each rank, the results of the operator. ``num_ranks``: the number of simulated ranks."""
         if not self.node.meta["grad"]:
@@ -348,12 +349,12 @@ def _get_callable_target(node: fx.Node) -> Callable[..., Any]:
 def build_operator_graph(
     node: fx.Node, write: Callable[..., fx.Node], shapes: Sequence[tuple[int, ...]] | None = None
 ) -> fx.Graph:
-    """Return a graph with placeholders for the operands of the operator call ``node``, the nodes that ``write``
-    appends, and an output of all tensors that the last of these returns.
+    """Return a graph that has placeholders for the operands of the operator call ``node``, the nodes that ``write``
+    appends, and an output of all tensors that the last node returns.
 
-    ``write``: gets the graph and a list of the placeholders, appends operators, and returns the last node.
-    ``shapes``: the shapes of the operands on one rank. If it is ``None``, the shapes stay as they are, and ``write``
-    gets (args, kwargs) of ``node``, with placeholders as tensors, instead of the list.
+    ``write``: appends operators and returns the last node. ``shapes``: the shapes of the operands on one rank;
+    ``write`` is then called with (graph, list of placeholders). If ``shapes`` is ``None``, the shapes stay as they are,
+    and ``write`` is called with the graph and (args, kwargs) of ``node`` in which placeholders replace tensors.
     """
     graph = fx.Graph()
     operands = []
@@ -378,8 +379,8 @@ def compute_gradients(
     results: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> list[Tensor]:
     """Return the gradient of each tensor in ``leaves``; zeros for one that no gradient reaches. ``results``: tensors
-    that were computed from ``leaves``. ``grads``: the gradient of each of ``results``; ``None`` for a result without
-    one."""
+    that were computed from ``leaves``. ``grads``: the gradient of each result; ``None`` for a result without a
+    gradient."""
     pairs = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     if not pairs or not wanted:
@@ -393,15 +394,15 @@ _GRADIENT = {"R": Layout("R"), "P": Layout("R"), "R'": Layout("P")}
 
 
 def _get_gradient_layout(layout: Layout) -> Layout:
-    """Return the layout of the gradient of a tensor with the layout ``layout``. If the tensor is whole on every rank
-    (kind ``R``) or a partial sum (``P``), its gradient is whole. Kind ``R'`` is a whole tensor whose gradient is a
-    partial sum. The gradient of a sharded tensor is sharded in the same way."""
+    """Return the layout of the gradient of a tensor with the layout ``layout``. The gradient of a sharded tensor is
+    sharded in the same way. The gradient of a whole tensor (kind ``R``) or a partial sum (``P``) is whole. The gradient
+    of the kind ``R'`` is a partial sum."""
     return _GRADIENT.get(layout.kind, layout)
 
 
 def split_among_ranks(tensor: Tensor, layout: Layout, num_ranks: int) -> Ranks:
-    """Return a list with the part of ``tensor`` that each of ``num_ranks`` ranks has in the layout ``layout``: its
-    shard, or the whole tensor. If the layout is a partial sum, return random tensors whose sum is ``tensor``."""
+    """Return a list with each rank's part of ``tensor`` in the layout ``layout`` on ``num_ranks`` ranks: its shard, or
+    the whole tensor. If the layout is a partial sum, the parts are random tensors whose sum is ``tensor``."""
     if layout.kind != "P":
         return [take_shard(tensor, layout, num_ranks, r) for r in range(num_ranks)]
     if is_differentiable(tensor):
@@ -415,11 +416,11 @@ def split_among_ranks(tensor: Tensor, layout: Layout, num_ranks: int) -> Ranks:
 
 
 def describe_differences(ranks: Ranks, expected: Tensor, layout: Layout, tolerance: float) -> list[str]:
-    """Compare the tensors of all ranks, joined as the layout ``layout`` says, with the whole tensor ``expected``.
+    """Join the tensors of all ranks according to ``layout`` and compare the result with the whole tensor ``expected``.
     Return a list with one message if they differ; an empty list if they agree.
 
-    ``ranks``: the tensor of each rank. ``tolerance``: the error that is allowed, relative to the largest magnitude
-    in ``expected`` or to 1 if that is larger.
+    ``ranks``: the tensor of each rank. ``tolerance``: the allowed error, relative to the larger of 1 and the largest
+    magnitude in ``expected``.
     """
     found = [join_shards(ranks, layout)] if layout.kind in ("S", "P") else ranks
     for r, tensor in enumerate(found):

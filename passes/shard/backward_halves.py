@@ -1,14 +1,14 @@
 """Partition the graph of forward and backward: saved values, recomputed operators, and the two halves of backward.
 
 :func:`choose_saved_nodes` implements selective recomputation. Requires: the nodes of forward and backward in one
-(joint) graph, and the forward nodes that should be recomputed. Provides: the saved nodes, and the nodes that backward
-runs again. Recomputed nodes read saved values, parameters, and views of these, which cost nothing; all their other
+(joint) graph, and the forward nodes that should be recomputed. Provides: the nodes to save, and the nodes that backward
+recomputes. Recomputed nodes read saved values, parameters, and views of both, which cost nothing; all their other
 operands are saved.
 
 :class:`JointHalves` cuts backward into gradients of inputs and gradients of weights. Requires: a joint graph's nodes,
 its backward nodes, and its recomputed nodes. Provides: the operators of both halves, and the values that the first half
-passes to the second. The first half also computes small gradients of weights, and recomputes values that the second
-half reads, where this reduces the bytes passed.
+passes to the second. Where this reduces the bytes passed, the first half also computes small gradients of weights and
+recomputes values that the second half reads.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ def choose_saved_nodes(
     nodes: Sequence[fx.Node],
     results: Collection[fx.Node | None] = (),
 ) -> tuple[list[fx.Node], set[fx.Node]]:
-    """Decide which forward results are saved for backward and which ones backward computes again. Return a list of the
-    forward nodes to save, in the order of ``nodes``, and the set of the forward nodes to compute again.
+    """Decide which forward results are saved for backward and which ones backward recomputes. Return a list of the
+    forward nodes to save, in the order of ``nodes``, and the set of the forward nodes to recompute.
 
-    ``saved``: the forward nodes whose results backward reads; all of them would be saved otherwise. ``recomputed``:
-    forward nodes whose results should not be saved, nor should views or copies of them. ``nodes``: the forward nodes
-    in order. ``results``: forward nodes that are never computed again, such as the outputs.
+    ``saved``: the forward nodes whose results backward reads, which are saved unless they can be recomputed.
+    ``recomputed``: forward nodes whose results should not be saved; views and copies of these results are not saved
+    either. ``nodes``: the forward nodes in order. ``results``: forward nodes that must not be recomputed, such as the
+    outputs.
     """
     recomputed = recomputed.difference(n for n in results if n is not None)
     for node in nodes:
@@ -59,12 +60,12 @@ def choose_saved_nodes(
 def insert_recomputed_nodes(
     body: Sequence[fx.Node], recomputed_nodes: set[fx.Node], order: Sequence[fx.Node]
 ) -> list[fx.Node]:
-    """Return ``body``, operators of backward in order, with the recomputation of forward results inserted: each forward
-    node that is computed again comes right before the first operator that reads it, so that its result is in memory
-    only briefly.
+    """Return the operators ``body`` of backward, in order, with recomputed forward nodes inserted: each one comes right
+    before the first operator that reads it, so that its result is in memory only briefly.
 
-    ``recomputed_nodes``: all forward nodes that backward computes again. ``order``: all nodes of the joint graph of
-    forward and backward, in order."""
+    ``recomputed_nodes``: all forward nodes that backward recomputes. ``order``: all nodes of the joint graph of forward
+    and backward, in order.
+    """
     place = {n: i for i, n in enumerate(order)}
     result: list[fx.Node] = []
     there: set[fx.Node] = set()
@@ -77,9 +78,9 @@ def insert_recomputed_nodes(
 
 
 def find_recomputed_ancestors(readers: Iterable[fx.Node], recomputed_nodes: set[fx.Node]) -> set[fx.Node]:
-    """Return the forward nodes that must be computed again before the nodes ``readers`` can run: the nodes in
-    ``recomputed_nodes`` that they read directly, or through other nodes in ``recomputed_nodes``. ``recomputed_nodes``:
-    all forward nodes that backward computes again."""
+    """Return the forward nodes that must be recomputed before the nodes ``readers`` can run: the nodes in
+    ``recomputed_nodes`` that ``readers`` depend on, directly or through other nodes in ``recomputed_nodes``.
+    ``recomputed_nodes``: all forward nodes that backward recomputes."""
     found: set[fx.Node] = set()
     stack = [o for n in readers for o in n.all_input_nodes if o in recomputed_nodes]
     while stack:
@@ -91,7 +92,7 @@ def find_recomputed_ancestors(readers: Iterable[fx.Node], recomputed_nodes: set[
 
 
 def _can_recompute_node(node: fx.Node, recomputed: set[fx.Node]) -> bool:
-    """Return whether backward may compute the forward node ``node`` again instead of reading its saved result: the node
+    """Return whether backward may recompute the forward node ``node`` instead of reading its saved result: the node
     must be in ``recomputed``, and its result must be a tensor. ``recomputed``: the forward nodes whose results should
     not be saved.
 
@@ -104,9 +105,8 @@ def _can_recompute_node(node: fx.Node, recomputed: set[fx.Node]) -> bool:
 
 
 def _is_view_of_saved(node: fx.Node, saved: set[fx.Node]) -> bool:
-    """Return whether ``node`` need not be saved for backward because it is a view of a saved value or of a placeholder,
-    from which backward can make the view again at no cost. Return false if ``node`` is itself saved or a placeholder.
-    ``saved``: the nodes whose results are saved."""
+    """Return whether ``node`` is a view of a saved value or of a placeholder, so that backward can recreate it at no
+    cost. Return false if ``node`` itself is saved or a placeholder. ``saved``: the nodes whose results are saved."""
     if node in saved or node.op == "placeholder":
         return False
     while node not in saved and node.op == "call_function" and _is_view(node):
@@ -115,16 +115,15 @@ def _is_view_of_saved(node: fx.Node, saved: set[fx.Node]) -> bool:
 
 
 def _is_copy(node: fx.Node) -> bool:
-    """Return whether the result of the operator ``node`` has the same values as its one operand: a clone, a view, or
-    the collective ``copy``, which returns its operand and only communicates in backward, where it all-reduces the
-    gradient."""
+    """Return whether the result of the operator ``node`` equals its only operand: for a clone, a view, or the
+    collective ``copy``, which communicates only in backward (it all-reduces the gradient)."""
     if node.op != "call_function":
         return False
     return node.target == torch.ops.aten.clone.default or collective_name(node.target) == "copy" or _is_view(node)
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Return whether the operator ``node`` returns a view of its one operand."""
+    """Return whether the operator ``node`` returns a view of its only operand."""
     if node.target == torch.ops.aten._unsafe_view.default:
         return True
     if not isinstance(node.target, torch._ops.OpOverload) or len(node.all_input_nodes) != 1:
@@ -144,11 +143,12 @@ Half = list[fx.Node]
 @dataclass(frozen=True)
 class JointHalves:
     """Forward and backward of one piece of the model, such as a layer, in one graph. :meth:`cut` divides backward into
-    a half for the gradients of inputs and a half for the gradients of parameters.
+    a half for gradients of inputs and a half for gradients of parameters.
 
     ``nodes``: all nodes, in order. ``forward``, ``backward``: the nodes of forward and of backward.
-    ``recomputed_nodes``: forward nodes that backward computes again. ``start``: the nodes whose values backward gets
-    when it starts: the saved forward nodes and the gradients of the outputs."""
+    ``recomputed_nodes``: forward nodes that backward recomputes. ``start``: the inputs of backward: the saved forward
+    nodes and the gradients of the outputs.
+    """
 
     nodes: Sequence[fx.Node]
     forward: Collection[fx.Node]
@@ -161,10 +161,11 @@ class JointHalves:
     ) -> tuple[Half, Half, list[fx.Node]]:
         """Cut backward into a half that computes the gradients of inputs and a half that computes the gradients of
         parameters. Return three lists: the operators of the first half, the operators of the second half, and the nodes
-        whose values the first passes to the second.
+        whose values the first half passes to the second.
 
         ``input_gradients``, ``state_gradients``: the nodes of the gradients of inputs and of parameters; ``None`` is a
-        zero gradient."""
+        zero gradient.
+        """
         gradients = [g for g in state_gradients if g is not None]
         through = collect_ancestor_nodes(g for g in input_gradients if g is not None) - set(self.forward)
         if through:
@@ -187,23 +188,23 @@ class JointHalves:
 
 
 def is_in_first_half(size: int, summed: int) -> bool:
-    """Return whether a weight gradient that is a sum should be computed in the first half of backward, which computes
-    the gradients of inputs, instead of in the second half. This is so if it has at most a quarter of the size of the
-    tensors that it sums, which would otherwise stay in memory until the second half runs.
+    """Return whether a weight gradient that is a sum of tensors should be computed in the first half of backward, which
+    computes the gradients of inputs, instead of in the second half. The answer is true if the gradient has at most a
+    quarter of the size of these tensors, which would otherwise stay in memory until the second half runs.
 
-    ``size``: the size of the gradient. ``summed``: the total size of these tensors, in the same unit (bytes or
+    ``size``: the size of the gradient. ``summed``: the total size of the summed tensors, in the same unit (bytes or
     elements).
     """
     return _SMALL * size <= summed
 
 
 def _find_weight_gradient_sums(gradients: Sequence[fx.Node], known: Collection[fx.Node]) -> set[fx.Node]:
-    """Return further nodes that the first half of backward, which computes the gradients of inputs, should compute, so
-    that large tensors need not be kept for the second half. These are weight gradients that are sums of much larger
-    tensors (at least four times as large in total), and the nodes that only they need.
+    """Return weight gradients that the first half of backward (for gradients of inputs) should compute because they are
+    sums of much larger tensors (at least four times as large in total), which need not be kept for the second half
+    then. The nodes on which only these gradients depend are included.
 
     ``gradients``: the nodes of all weight gradients. ``known``: nodes that forward or the first half computes anyway;
-    they are not returned.
+    they are not included.
     """
     found: set[fx.Node] = set()
     for gradient in gradients:
@@ -216,15 +217,15 @@ def _find_weight_gradient_sums(gradients: Sequence[fx.Node], known: Collection[f
 
 
 def _sum_storage_bytes(nodes: Iterable[fx.Node]) -> int:
-    """Return the total bytes of the memory that the results of ``nodes`` occupy; shared memory counts once."""
+    """Return the number of bytes of memory that the results of ``nodes`` occupy; shared memory counts once."""
     values = [n.meta.get("val") for n in nodes if n.op == "call_function"]
     storages = [v.untyped_storage() for v in values if isinstance(v, Tensor)]
     return sum({s._cdata: s.nbytes() for s in storages}.values())
 
 
 def collect_ancestor_nodes(nodes: Iterable[fx.Node], known: Collection[fx.Node] = ()) -> set[fx.Node]:
-    """Return ``nodes`` and all nodes on which they depend, directly or indirectly. The search stops at the nodes in
-    ``known``, which are not returned."""
+    """Return ``nodes`` and all nodes on which they depend, directly or indirectly. The search stops at nodes in
+    ``known``, which are not included."""
     seen: set[fx.Node] = set()
     stack = [n for n in nodes if n is not None]
     while stack:

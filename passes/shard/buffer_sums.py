@@ -1,11 +1,12 @@
-"""Buffers whose new value is a sum over the batch, where each rank computes the batch in several microbatches.
+"""Accumulate buffers whose new value is a sum over the batch, such as a count of the tokens of each expert, over
+microbatches.
 
-An example is a count of the tokens of each expert. Requires: the model of one microbatch, split along the axis ``data``
-(all parts of the global batch), whose samples are combined by collectives. Provides: the same model, in which each
-microbatch computes its addend of such a buffer, and the runtime adds them up. This is exact if the new value is linear
-in the combined values, except for a term that is equal for all microbatches, for example ``old + counts``, ``0.9 * old
-+ 0.1 * mean``, or ``old`` with the batch's rows written at some indices. The first microbatch adds that term. If
-another operator also reads the combined value, it is needed within the step, so its collective stays.
+Requires: the model of one microbatch, split along the axis ``data`` (all parts of the global batch), whose samples are
+combined by collectives. Provides: the same model, in which each microbatch computes its addend of such a buffer, and
+the runtime sums the addends. This is exact if the new value is linear in the combined values, except for a term that is
+equal for all microbatches, for example ``old + counts``, ``0.9 * old + 0.1 * mean``, or ``old`` with the batch's rows
+written at some indices. The first microbatch adds that term. If another operator also reads the combined value, its
+collective stays.
 """
 
 from __future__ import annotations
@@ -31,16 +32,14 @@ from partitioner.passes.rules.strategies import append_local_call, enumerate_str
 
 aten = torch.ops.aten
 
-Part = tuple[
-    fx.Node | None, fx.Node | None
-]  # the addend of a microbatch, and the term that is added once; ``None``: zero
+Part = tuple[fx.Node | None, fx.Node | None]  # (addend of one microbatch, term that is added once); ``None`` means zero
 
 
 def accumulate_updates(model: FoldedModel, axis: str, parts: int) -> FoldedModel:
-    """Change ``model`` so that every microbatch computes one addend of each buffer whose new value is a sum over the
-    batch, such as a count of tokens. The runtime adds the addends up, so that no collective is needed in each
-    microbatch. Return the changed model; its graphs are changed in place. A buffer whose new value is not such a sum is
-    left unchanged.
+    """Change ``model`` so that each microbatch computes one addend of every buffer whose new value is a sum over the
+    batch, such as a count of tokens. The runtime sums the addends, so that no microbatch needs a collective for them.
+    Return the changed model; its graphs are changed in place. A buffer whose new value is not such a sum is left
+    unchanged.
 
     ``model``: the model of one microbatch, as graphs and their calls. ``axis``: the mesh axis along which the global
     batch is split into ``parts`` parts, one for each pair of data-parallel rank and microbatch.
@@ -66,13 +65,13 @@ class _NotLinear(Exception):
 
 
 class _BufferSumRewriter:
-    """Rewrites the graphs of a model of one microbatch so that each buffer whose new value is a sum over the batch gets
-    one addend from each microbatch.
+    """Rewrites the graphs of a model of one microbatch so that each microbatch computes one addend of every buffer
+    whose new value is a sum over the batch.
 
-    ``model``: the model, as blocks (graphs of layers) and their calls. ``axis``: the mesh axis along which the
-    global batch is split into ``parts`` parts, one for each pair of data-parallel rank and microbatch. ``meeting``:
-    the nodes whose values depend on samples of several parts. Such a value is written as a sum of two nodes: the
-    addend of one microbatch, and a term that is equal for all microbatches and is added only once.
+    ``model``: the model, as blocks (graphs of layers) and their calls. ``axis``: the mesh axis along which the global
+    batch is split into ``parts`` parts, one for each pair of data-parallel rank and microbatch. ``meeting``: the nodes
+    whose values depend on samples of several parts. Methods write such a value as a sum of two nodes: the addend of one
+    microbatch, and a term that is equal for all microbatches and is added only once.
     """
 
     def __init__(self, model: FoldedModel, axis: str, parts: int) -> None:
@@ -114,12 +113,12 @@ class _BufferSumRewriter:
         return named is not None and named[0] == self.axis and collective_name(node.target) in COMMUNICATING
 
     def add_up(self, name: str, place: int) -> bool:
-        """Replace one output of a graph, the new value of a buffer, by one microbatch's addend of it, if it is a sum
-        over microbatches. Return whether it was replaced. It is not replaced if its value is equal in every microbatch
+        """If an output of a graph, the new value of a buffer, is a sum over microbatches, replace the output by the
+        addend of one microbatch. Return whether it was replaced. It is not replaced if it is equal in every microbatch
         or is not such a sum.
 
-        ``name``: the name of the block, that is, the graph of a piece of the model such as a layer. ``place``: the
-        index of the output, from 0.
+        ``name``: the name of the block (the graph of a piece of the model such as a layer). ``place``: the index of the
+        output, from 0.
         """
         block = self.blocks[name]
         node = block.outputs[place]
@@ -135,9 +134,9 @@ class _BufferSumRewriter:
         return True
 
     def build_model(self, keeps: dict[str, float]) -> FoldedModel:
-        """Return the model with the rewritten graphs, without inputs and outputs that nothing reads any more.
-        ``keeps``: name of each buffer that is a sum over microbatches -> number by which its old value is multiplied
-        before the addends are added."""
+        """Return the model with the rewritten graphs, without inputs and outputs that are no longer read. ``keeps``:
+        name of each buffer that is a sum over microbatches -> number by which its old value is multiplied before the
+        addends are added."""
         for block in self.blocks.values():
             drop_unused(block.graph)
         passed = {c.outputs[place] for name, place in self._passed for c in self.calls if c.block == name}
@@ -146,10 +145,10 @@ class _BufferSumRewriter:
         return self.model.with_(blocks=self.blocks, calls=self.calls, values=self.values, keeps=keeps)
 
     def _drop_unread(self, passed: Collection[str]) -> bool:
-        """Remove inputs and outputs that nothing reads any more from the graphs, after a value that is passed between
-        graphs was replaced by its addends. Return whether any was removed.
+        """Remove inputs and outputs that are no longer read from the graphs, after a value that passes between graphs
+        was replaced by its addends. Return whether any was removed.
 
-        ``passed``: the names of the replaced values; others are never removed.
+        ``passed``: the names of the replaced values; no other inputs and outputs are removed.
         """
         read = {v for c in self.calls for v in c.inputs} | set(self.model.updates.values())
         read |= {o.value for o in self.model.outputs if o.value is not None} | {self.model.loss or ""}
@@ -177,8 +176,8 @@ class _BufferSumRewriter:
         return dropped
 
     def _build_microbatch_addend(self, name: str, node: fx.Node) -> fx.Node:
-        """Return a node with what one microbatch adds to the value of ``node``, which is a sum over microbatches. For
-        the first microbatch, this includes the term that is equal for all microbatches and is added only once. Raise
+        """Return a node with one microbatch's addend of the value of ``node``, which is a sum over microbatches. A term
+        that is equal for all microbatches is included in the addend of the first microbatch only. Raise
         :class:`_NotLinear` if the value is not such a sum.
 
         ``name``: the name of the graph that contains ``node``.
@@ -206,7 +205,7 @@ class _BufferSumRewriter:
 
     def _find_node_part(self, name: str, node: fx.Node) -> Part:
         """Write the value of ``node`` as a sum over microbatches. Return two nodes: the addend of one microbatch, and a
-        term that is equal for all microbatches and is added only once; ``None`` in place of one that is zero. Raise
+        term that is equal for all microbatches and is added only once; ``None`` in place of a node that is zero. Raise
         :class:`_NotLinear` if the value is not such a sum. Results are cached.
 
         ``name``: the name of the graph that contains ``node``.
@@ -215,7 +214,7 @@ class _BufferSumRewriter:
             return None, node
         if node not in self._found:
             if node in self._looking:
-                raise _NotLinear  # a value that each layer gets from the layer before it
+                raise _NotLinear  # a cycle: each layer passes the value to the next call of the same graph
             self._looking.add(node)
             try:
                 self._found[node] = self._compute_node_part(name, node)
@@ -226,7 +225,7 @@ class _BufferSumRewriter:
     def _compute_node_part(self, name: str, node: fx.Node) -> Part:
         """Append operators to the graph that write the value of ``node`` as a sum over microbatches. Return two nodes:
         the addend of one microbatch, and a term that is equal for all microbatches and is added only once; ``None`` in
-        place of one that is zero. Raise :class:`_NotLinear` if the value is not such a sum.
+        place of a node that is zero. Raise :class:`_NotLinear` if the value is not such a sum.
 
         ``name``: the name of the graph that contains ``node``.
         """
@@ -258,10 +257,10 @@ class _BufferSumRewriter:
 
     def _split_number_addition(self, node: fx.Node, part: Part, build: Callable[..., fx.Node]) -> Part:
         """Write the value of the operator ``node``, which is ``x + number`` or ``x - number``, as a sum over
-        microbatches. Return two nodes: the addend of one microbatch, which is the same as for ``x``, and a term that is
-        added only once, which includes the number.
+        microbatches. Return two nodes: the addend of one microbatch, which equals that of ``x``, and a term that
+        includes the number and is added only once.
 
-        ``part``: the two nodes for ``x``: the addend of one microbatch, and the term that is added once. ``build``:
+        ``part``: the two nodes of ``x``: its addend of one microbatch, and its term that is added only once. ``build``:
         appends an operator to the graph and returns its node.
         """
         adds, once = part
@@ -273,10 +272,10 @@ class _BufferSumRewriter:
 
     def _split_sample_sum(self, name: str, node: fx.Node, build: Callable[..., fx.Node]) -> Part:
         """Write the value of ``node``, a sum over samples, as a sum over microbatches. Return two nodes: the addend of
-        one microbatch, and a term that is added only once; ``None`` if it is zero.
+        one microbatch, and a term that is added only once (``None`` if this term is zero).
 
-        ``name``: the name of the graph that contains ``node``. ``node``: an operator that either adds one row for
-        each sample to its first operand at given indices (such as ``index_add``), or sums over all samples. Raise
+        ``name``: the name of the graph that contains ``node``. ``node``: an operator that either adds one row for each
+        sample to its first operand at given indices (such as ``index_add``) or sums over all samples. Raise
         :class:`_NotLinear` for any other operator. ``build``: appends an operator to the graph and returns its node.
         """
         operands = operands_of(node)
@@ -293,11 +292,9 @@ class _BufferSumRewriter:
         raise _NotLinear
 
     def _build_microbatch_rows(self, name: str, node: fx.Node, dim: int) -> fx.Node:
-        """Return a node with the slice of the value of ``node`` along ``dim``, the dim of samples, that belongs to the
-        samples of one microbatch. Raise :class:`_NotLinear` if this slice depends on samples of other microbatches.
-
-        ``name``: the name of the graph that contains ``node``.
-        """
+        """Return a node with the slice of the value of ``node`` that belongs to the samples of one microbatch. ``dim``:
+        the dim of samples. ``name``: the name of the graph that contains ``node``. Raise :class:`_NotLinear` if the
+        slice depends on samples of other microbatches."""
         build = self._make_node_builder(name, node)
         if node not in self.meeting:
             if get_node_tensor(node).shape[dim] % self.parts:
@@ -320,8 +317,8 @@ class _BufferSumRewriter:
         raise _NotLinear
 
     def _append_for_microbatch(self, name: str, node: fx.Node, strategy: Strategy) -> fx.Node:
-        """Append the operator ``node`` to the graph once more, for the samples of one microbatch only, and return the
-        new node. Raise :class:`_NotLinear` if the part of an operand that belongs to one microbatch cannot be found.
+        """Append a copy of the operator ``node`` for the samples of one microbatch only, and return the new node. Raise
+        :class:`_NotLinear` if the part of an operand that belongs to one microbatch cannot be found.
 
         ``name``: the name of the graph that contains ``node``. ``strategy``: the layouts of the operands; a sharded
         operand is sharded along its dim of samples.
@@ -339,17 +336,17 @@ class _BufferSumRewriter:
             return append_local_call(node, strategy, self.axis, self.parts, operands, graph)
 
     def _build_row_indices(self, build: Callable[..., fx.Node], length: int) -> fx.Node:
-        """Return a node ``[length]``: the indices of the rows of one microbatch, if the rows of all microbatches are
-        concatenated. ``length``: the number of rows of each microbatch. ``build``: appends an operator to the graph
-        and returns its node."""
+        """Return a node ``[length]`` with the indices of one microbatch's rows in the concatenated rows of all
+        microbatches. ``length``: the number of rows of each microbatch. ``build``: appends an operator to the graph and
+        returns its node."""
         start = build(aten.mul.Tensor, build(ops.axis_index.default, self.axis, self.parts), length)
         return build(aten.add.Tensor, build(aten.arange.default, length, device=META), start)
 
     def _build_collective_addend(self, node: fx.Node, build: Callable[..., fx.Node]) -> fx.Node:
-        """Return a node with what one microbatch adds to the result of ``node``, a collective over the parts of the
-        global batch (one for each pair of data-parallel rank and microbatch). For an all-reduce, it is the operand; for
-        an all-gather, a tensor of zeros of the size of the result, with the operand in the rows that belong to this
-        part. Raise :class:`_NotLinear` for any other collective.
+        """Return a node with one microbatch's addend of the result of ``node``, a collective over the parts of the
+        global batch (one part for each pair of data-parallel rank and microbatch). For an all-reduce, this is the
+        operand. For an all-gather, it is zero except in the part's own rows, which have the operand. Raise
+        :class:`_NotLinear` for any other collective.
 
         ``build``: appends an operator to the graph and returns its node.
         """
@@ -366,12 +363,12 @@ class _BufferSumRewriter:
         return build(aten.index_add.default, whole, dim, places, mine)
 
     def _split_input(self, name: str, node: fx.Node) -> Part:
-        """Write a value that a graph gets from earlier graphs as a sum over microbatches. Return two new placeholders:
-        one for the addend of one microbatch, and one for the term that is added only once. The earlier graphs get the
-        two as further outputs.
+        """Write an input of a graph as a sum over microbatches. Return two new placeholders: one for the addend of one
+        microbatch, and one for the term that is added only once. The graphs that compute the input get the two as
+        further outputs.
 
-        ``name``: the name of the graph. ``node``: its placeholder for the value. Raise :class:`_NotLinear` if a call
-        of the graph reads a value there that is equal for all microbatches.
+        ``name``: the name of the graph. ``node``: the placeholder of the input. Raise :class:`_NotLinear` if the input
+        is equal for all microbatches in some call of the graph.
         """
         place = self.blocks[name].inputs.index(node.name)
         sources = {c.inputs[place]: self.producer.get(c.inputs[place]) for c in self.calls if c.block == name}
@@ -392,20 +389,18 @@ class _BufferSumRewriter:
         return self.blocks[block].outputs[place]
 
     def _find_further_output(self, value: str, further: int) -> str:
-        """Return the name of one of the two further outputs that a call of a graph returns after its output ``value``
-        was split into a sum over microbatches. ``further``: 0 for the addend of one microbatch, 1 for the term that is
-        added only once.
-        """
+        """Return the name of one of the two values into which the value ``value``, an output of a call, was split.
+        ``further``: 0 for the addend of one microbatch, 1 for the term that is added only once."""
         source = self.producer[value]
         run = next(c for c in self.calls if value in c.outputs)
         return run.outputs[self._passed[source] + further]
 
     def _split_output(self, output: tuple[str, int]) -> None:
-        """Let a graph and all its calls return two further outputs, into which one of its outputs is split: the addend
-        of one microbatch, and a term that is added only once. The split output is the sum of the addends of all
-        microbatches and of this term. Later graphs can then compute with the two.
+        """Split an output of a graph into two further outputs of the graph and all its calls: the addend of one
+        microbatch, and a term that is added only once. The split output is the sum of the addends of all microbatches
+        and of this term. Later graphs can then read the two.
 
-        ``output``: (name of the graph, index from 0 of the output that is split).
+        ``output``: (name of the graph, index from 0 of the output to split).
         """
         if output in self._passed:
             return
@@ -428,11 +423,11 @@ class _BufferSumRewriter:
                 self.calls[i] = replace(run, outputs=(*run.outputs, *values))
 
     def _add_input(self, name: str, place: int, values: dict[str, str], like: Tensor) -> fx.Node:
-        """Add an input to a graph and to all its calls, and return its placeholder.
+        """Add an input to a graph and to all its calls, and return the new placeholder.
 
-        ``name``: the name of the graph. ``place``: the index of an existing input. ``values``: name of each value
-        that a call reads at the input ``place`` -> name of the value that it reads at the new input. ``like``: a
-        tensor of the shape and dtype of the new input.
+        ``name``: the name of the graph. ``place``: the index of an existing input. ``values``: name of each value that
+        a call reads at the input ``place`` -> name of the value that it reads at the new input. ``like``: a tensor of
+        the shape and dtype of the new input.
         """
         block = self.blocks[name]
         with block.graph.inserting_after(block.placeholders[-1]):
@@ -448,7 +443,7 @@ class _BufferSumRewriter:
 
 
 _SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.add.Scalar, aten.sub.Scalar)
-# Sets of operands in which an operator is linear together, if its sharding rule does not say so.
+# Sets of operands in which an operator is linear together, where its sharding rule does not state this.
 _LINEAR: dict[Any, tuple[frozenset[int], ...]] = {
     aten.lerp.Scalar: (frozenset((0, 1)),),
     aten.lerp.Tensor: (frozenset((0, 1)),),
@@ -460,9 +455,9 @@ _LINEAR: dict[Any, tuple[frozenset[int], ...]] = {
 
 
 def _list_linear_operands(node: fx.Node) -> tuple[frozenset[int], ...]:
-    """Return sets of operand positions (from 0) in which the operator ``node`` is linear: if the operands at all
-    positions of one set are split into addends, with the other operands unchanged, the result is the sum of the
-    results for the addends."""
+    """Return sets of operand positions (from 0) in which the operator ``node`` is linear: if the operands of one set
+    are split into addends and the other operands stay unchanged, the result is the sum of the results for the addends.
+    """
     factors = factors_of(node)
     known = _LINEAR.get(node.target, () if factors is None else factors.linear)
     if node.target is aten.copy.default and get_node_tensor(node).dtype == get_node_tensor(operands_of(node)[1]).dtype:
@@ -471,10 +466,9 @@ def _list_linear_operands(node: fx.Node) -> tuple[frozenset[int], ...]:
 
 
 def _find_added_rows(node: fx.Node) -> list[int] | None:
-    """Return the dims that count the rows which the operator ``node`` adds to its first operand at given indices, as
-    ``index_add`` does. The list has one dim for each further operand (indices and addends). Return ``None`` for any
-    other operator, or if these operands have different numbers of rows.
-    """
+    """If the operator ``node`` adds rows to its first operand at given indices, as ``index_add`` does, return a list of
+    the dim that counts these rows in each further operand (indices and addends). Return ``None`` for any other
+    operator, or if the further operands have different numbers of rows."""
     operands = operands_of(node)
     shapes = [get_node_tensor(o).shape for o in operands]
     if node.target in (aten.index_add.default, aten.scatter_add.default) and shapes[0] and shapes[2]:
@@ -493,13 +487,13 @@ def _find_added_rows(node: fx.Node) -> list[int] | None:
 
 
 def _rebuild_with_operands(node: fx.Node, operands: Sequence[fx.Node], build: Callable[..., fx.Node]) -> fx.Node:
-    """Append the operator ``node`` once more, with ``operands`` in place of its operands, and return the new node.
+    """Append a copy of the operator ``node`` that reads ``operands`` instead of its operands, and return the new node.
     ``build``: appends an operator to the graph and returns its node."""
     args, kwargs = replace_operands(node, operands)
     return build(node.target, *args, **kwargs)
 
 
 def _build_result_item(build: Callable[..., fx.Node], node: fx.Node | None, index: Any) -> fx.Node | None:
-    """Append ``node[index]`` to the graph and return its node; return ``None`` if ``node`` is ``None``. ``build``:
+    """Append ``node[index]`` to the graph and return the new node; return ``None`` if ``node`` is ``None``. ``build``:
     appends an operator to the graph and returns its node."""
     return None if node is None else build(operator.getitem, node, index)

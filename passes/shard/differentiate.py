@@ -2,13 +2,13 @@
 
 A block is a piece of the model with one graph, such as a layer. Requires: the graph of one rank
 (``passes/shard/shard_block.py``). Provides: graphs of plain operators on the rank's device, with the values saved
-between forward and backward as explicit results. The collectives of backward follow from those of forward, whose
-gradients are their transposes.
+between forward and backward as explicit results. The collectives of backward are the transposes of those of forward.
 
 :func:`remove_zero_terms` removes values that are always zero. ``x - detach(x)`` is zero and exists only for its
 gradient (``passes/trace/autograd_functions.py``, and straight-through tricks). After differentiation, the zero and all
-values linear in it are removed, and a sum with such a value is replaced by its other operand. Infinite values, whose
-difference is NaN, are not treated separately."""
+values that are linear in the zero are removed, and a sum with such a value is replaced by its other operand. Infinite
+values, whose difference is NaN, are not treated separately.
+"""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ _ZERO_IF_BOTH_ARE = frozenset((aten.add.Tensor, aten.sub.Tensor))
 
 
 def remove_zero_terms(graph: fx.Graph) -> None:
-    """Remove operators of ``graph`` whose results are always zero, such as ``x - x``, in place. A sum of such a
-    result and another value is replaced by the other value. The caller ensures that no node is an alias of another."""
+    """Remove operators of ``graph`` whose results are always zero, such as ``x - x``, in place. A sum of such a result
+    and another value is replaced by the other value. The graph must not have nodes that alias another."""
     zeros: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op != "call_function" or not node.args or not isinstance(node.meta.get("val"), Tensor):
@@ -131,8 +131,8 @@ _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 class JointSubgraph:
     """A function that was cut out of the joint graph of forward and backward of a piece of the model.
 
-    ``graph``: the function, with one placeholder for each of ``inputs``. ``inputs``, ``outputs``: the names that the
-    nodes of its inputs and outputs have in the joint graph; an output of ``None`` is a gradient of zero.
+    ``graph``: the function, with one placeholder for each input. ``inputs``, ``outputs``: the names of the input and
+    output nodes in the joint graph; an output of ``None`` is a gradient of zero.
     """
 
     graph: fx.Graph
@@ -151,12 +151,12 @@ class BlockDerivatives:
 
     ``forward(*states, *inputs) -> (*outputs, *saved)``; ``backward(*saved, *grads of grad_outputs) -> (*grads of
     grad_inputs, *grads of grad_states)``; ``backward_input(*saved, *grads of grad_outputs) -> (*grads of grad_inputs,
-    *carried)``; ``backward_weight(*carried) -> grads of grad_states``. States are the block's parameters, buffers and
-    constants; carried are the values that the first half of backward passes to the second.
+    *carried)``; ``backward_weight(*carried) -> grads of grad_states``. ``states`` are the block's parameters, buffers
+    and constants; ``carried`` are the values that the first half of backward passes to the second.
 
     ``num_outputs``: the number of the block's outputs. ``saved``: names of the forward nodes whose values backward
-    reads. ``grad_outputs``, ``grad_inputs``, ``grad_states``: indices (from 0) of the outputs, inputs and states
-    that have a gradient. A gradient of ``None`` is zero.
+    reads. ``grad_outputs``, ``grad_inputs``, ``grad_states``: indices (from 0) of the outputs, inputs and states that
+    have a gradient. A gradient of ``None`` is zero.
     """
 
     forward: JointSubgraph
@@ -185,9 +185,8 @@ class JointGraph:
     with_grad: tuple[int, ...]
 
     def cut(self, recomputed: Collection[str] = ()) -> BlockDerivatives:
-        """Return the forward and backward functions of the block (a piece of the model), cut out of this joint
-        graph. ``recomputed``: names of forward nodes whose results backward computes again (activation recomputation)
-        instead of reading saved ones."""
+        """Return the forward and backward functions of the block, cut out of this joint graph. ``recomputed``: names of
+        forward nodes whose results backward recomputes (activation recomputation) instead of reading saved ones."""
         return _cut_joint_graph(self.graph, self.block, self.needs, self.with_grad, frozenset(recomputed))
 
 
@@ -204,11 +203,11 @@ def differentiate(
     """Return the functions for forward and backward of ``block``, the graph of a piece of the model, such as a layer,
     on one rank.
 
-    ``device``: where the operators run. ``needs_input_grad``, ``needs_state_grad``, ``output_grads``: for each
+    ``device``: the device of the operators. ``needs_input_grad``, ``needs_state_grad``, ``output_grads``: for each
     input, each state (parameter, buffer, constant) and each output, whether it has a gradient. ``recomputed``: names of
-    forward nodes whose results backward computes again instead of reading saved ones. ``fused``: whether the fused
-    kernels of accelerators are used on any device; the result is then for analysis only. Raise
-    :class:`UnsupportedError` if an operator has no derivative.
+    forward nodes whose results backward recomputes instead of reading saved ones. ``fused``: whether to trace the fused
+    kernels of accelerators on any device; the result is then for analysis only. Raise :class:`UnsupportedError` if an
+    operator has no derivative.
     """
     return build_joint_graph(block, device, needs_input_grad, needs_state_grad, output_grads, fused=fused).cut(
         recomputed
@@ -227,9 +226,9 @@ def build_joint_graph(
     """Return forward and backward of ``block``, a piece of the model, traced into one graph on tensors without values.
     Outputs and gradients are made contiguous, because the traced kernels assume it.
 
-    ``device``: where the operators run. ``needs_input_grad``, ``needs_state_grad``, ``output_grads``: for each input,
-    each state (parameter, buffer, constant) and each output, whether it has a gradient. ``fused``: whether the fused
-    kernels of accelerators are used on any device; the result is then for analysis only. Raise
+    ``device``: the device of the operators. ``needs_input_grad``, ``needs_state_grad``, ``output_grads``: for each
+    input, each state (parameter, buffer, constant) and each output, whether it has a gradient. ``fused``: whether to
+    trace the fused kernels of accelerators on any device; the result is then for analysis only. Raise
     :class:`UnsupportedError` if an operator has no derivative.
     """
     block = keep_rows_sorted(block)
@@ -239,10 +238,10 @@ def build_joint_graph(
 
     def joint(primals: list[Tensor], tangents: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
         """Run forward and backward of a block, the graph of a piece of the model such as a layer. Return two lists: the
-        outputs, and the gradients of those primals that need one (``None`` for zero).
+        outputs, and the gradients of those primals that need a gradient (``None`` for zero).
 
-        ``primals``: its states (parameters, buffers, constants), then its inputs. ``tangents``: a gradient for each
-        output.
+        ``primals``: the block's states (parameters, buffers, constants), then its inputs. ``tangents``: a gradient for
+        each output.
         """
         leaves = [p.detach().requires_grad_() if need else p for p, need in zip(primals, needs, strict=True)]
         with torch.enable_grad():
@@ -278,9 +277,9 @@ def build_joint_graph(
 
 
 def _build_derivative_error(block: Block, error: RuntimeError) -> Exception:
-    """Return the exception to raise after torch failed with ``error`` to differentiate ``block``, the graph of a
-    piece of the model: an :class:`UnsupportedError` that names the operator without a derivative, or ``error``
-    itself if torch failed for another reason."""
+    """Return the exception to raise after torch failed with ``error`` to differentiate ``block``: an
+    :class:`UnsupportedError` that names the operator without a derivative, or ``error`` itself if there was another
+    reason."""
     named = _NO_DERIVATIVE.search(str(error))
     if named is None:
         return error
@@ -298,8 +297,8 @@ def _is_mutating_node(node: fx.Node) -> bool:
 
 
 def _functionalize_graph(graph: fx.Graph, arguments: list[Tensor], *, symbolic: bool) -> fx.Graph:
-    """Return a graph that computes what ``graph`` computes, with no operator that writes to its operands.
-    ``arguments``: tensors of the shapes and dtypes of its inputs. ``symbolic``: whether sizes may be symbolic."""
+    """Return a graph equivalent to ``graph`` in which no operator writes to its operands. ``arguments``: tensors with
+    the shapes and dtypes of the inputs. ``symbolic``: whether sizes may be symbolic."""
     traced = fx.GraphModule(torch.nn.Module(), graph)
 
     def run(*flat: Tensor) -> list[Tensor | None]:
@@ -314,8 +313,8 @@ def _make_empty_tensor(value: Tensor, device: torch.device) -> Tensor:
 
 
 def _interpret_graph(graph: fx.Graph, arguments: list[Tensor], device: torch.device, fused: bool) -> list[Tensor]:
-    """Run ``graph`` on ``arguments``, one tensor for each placeholder, and return the list of its outputs. Operators
-    that create tensors create them on ``device``.
+    """Run ``graph`` on ``arguments``, one tensor for each placeholder, and return the list of its outputs. New tensors
+    are created on ``device``.
 
     ``fused``: whether attention and RMS norm use the fused kernels of accelerators.
     """
@@ -337,8 +336,8 @@ def _interpret_graph(graph: fx.Graph, arguments: list[Tensor], device: torch.dev
 
 
 def _select_fused_kernel(node: fx.Node) -> Any:
-    """Return the function that computes the operator ``node`` with a fused kernel of accelerators, if it is an
-    attention or RMS norm for whose dims and dtypes there is one; otherwise return the operator itself."""
+    """Return the function that computes the operator ``node``: a fused kernel of accelerators if ``node`` is an
+    attention or RMS norm whose dims and dtypes the kernel supports; otherwise the operator itself."""
     value, target = node.meta["val"], node.target
     if target is aten.scaled_dot_product_attention.default and value.dim() == 4 and value.dtype != torch.float64:
         return _fused_attention
@@ -349,12 +348,12 @@ def _select_fused_kernel(node: fx.Node) -> Any:
 
 
 def _fused_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """Return a tensor of the shape of ``x`` that stands for the result of the fused RMS norm of accelerators, which
-    cannot be traced on another device. It saves tensors of the same sizes for backward but computes other numbers, so
-    it is for analysis only.
+    """Return a stand-in for the result of the fused RMS norm of accelerators, which cannot be traced on other devices.
+    It has the shape of ``x``, and saves tensors of the same sizes for backward, but has other values, so it is for
+    analysis only.
 
-    ``shape``: the sizes of the last dims of ``x``, which are normalised. ``weight``: a factor for each element of
-    these dims, or ``None``. ``eps``: the number that is added to the mean square.
+    ``shape``: the sizes of the normalised last dims of ``x``. ``weight``: a factor for each element of these dims, or
+    ``None``. ``eps``: the number that is added to the mean square.
     """
     alike: Sequence[Tensor] = aten.native_layer_norm(x, shape, weight, None, eps or 0.0)
     return alike[0]
@@ -372,11 +371,11 @@ def _fused_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Return attention of queries ``q``, keys ``k`` and values ``v``, computed with the fused kernels of accelerators,
-    which can be traced without an accelerator. For analysis only: a boolean ``attn_mask`` hides nothing here; only
-    shapes, dtypes and saved tensors are those of the real computation.
+    which can be traced without an accelerator. For analysis only: shapes, dtypes and saved tensors are right, but a
+    boolean ``attn_mask`` hides nothing.
 
-    ``attn_mask``, ``dropout_p``, ``is_causal``, ``scale`` and ``enable_gqa`` have the meanings that they have in
-    torch's ``scaled_dot_product_attention``.
+    ``attn_mask``, ``dropout_p``, ``is_causal``, ``scale`` and ``enable_gqa`` have the same meanings as in torch's
+    ``scaled_dot_product_attention``.
     """
     if attn_mask is None and q.shape[-1] == v.shape[-1]:
         flash: Sequence[Tensor] = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)
@@ -392,9 +391,9 @@ def _fused_attention(
 
 
 def _make_sizes_static(graph: fx.Graph) -> None:
-    """Make the shapes in ``node.meta["val"]`` of all nodes of ``graph`` static, in place. A symbolic size, which
-    depends on how many rows the router of a mixture of experts sends to each rank, is replaced by the size for equal
-    numbers of rows. ``node.meta["open"]`` is set to whether a result of the node had such a size."""
+    """Replace symbolic sizes in ``node.meta["val"]`` of all nodes of ``graph`` by numbers, in place. A symbolic size
+    depends on how many rows (tokens) the router of a mixture of experts sends to each rank; the number is the size for
+    a balanced router. ``node.meta["open"]`` is set to whether a result of the node had a symbolic size."""
     even: dict[Any, int] = {}
     for node in graph.nodes:
         if collective_name(node.target) == "route":
@@ -405,8 +404,8 @@ def _make_sizes_static(graph: fx.Graph) -> None:
         return int(size.node.expr.xreplace(even)) if isinstance(size, torch.SymInt) else size
 
     def make_value_static(value: Any) -> Any:
-        """Return ``value`` (a size, a tensor, or a list or tuple of them) with static sizes. A symbolic size, which
-        depends on how many rows a router sends to each rank, is replaced by the size for equal numbers of rows."""
+        """Return ``value`` (a size, a tensor, or a list or tuple of them) with symbolic sizes replaced by the sizes for
+        a balanced router of experts."""
         if isinstance(value, tuple | list):
             return type(value)(map(make_value_static, value))
         if isinstance(value, Tensor) and any(isinstance(s, torch.SymInt) for s in value.shape):
@@ -456,8 +455,8 @@ def _list_user_nodes(node: fx.Node) -> list[fx.Node]:
 
 
 def _assign_source_locations(graph: fx.Graph) -> None:
-    """Give each backward node of ``graph`` the module path and source line of the forward operator that it belongs to,
-    in place."""
+    """Set the module path and source line of each backward node of ``graph`` to those of its forward operator, in
+    place."""
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     for node in nodes:
         node.meta.update(node.meta.pop("custom", {}))
@@ -473,12 +472,12 @@ def _assign_source_locations(graph: fx.Graph) -> None:
 def _cut_joint_graph(
     graph: fx.Graph, block: Block, needs: Sequence[bool], with_grad: Sequence[int], recomputed: frozenset[str]
 ) -> BlockDerivatives:
-    """Return the forward and backward functions of ``block``, copied out of ``graph``, the joint graph of forward and
-    backward, which stays unchanged.
+    """Return the forward and backward functions of ``block``, copied from its joint graph ``graph``, which stays
+    unchanged.
 
-    ``needs``: for each state (parameter, buffer, constant), then each input, whether it gets a gradient.
-    ``with_grad``: the indices of the outputs that have a gradient. ``recomputed``: names of forward nodes whose results
-    backward computes again.
+    ``needs``: for each state (parameter, buffer, constant), then each input, whether it gets a gradient. ``with_grad``:
+    the indices of the outputs that have a gradient. ``recomputed``: names of forward nodes whose results backward
+    recomputes.
     """
     nodes = list(graph.nodes)
     placeholders = [n for n in nodes if n.op == "placeholder"]
@@ -521,8 +520,8 @@ def _select_operators(nodes: list[fx.Node], chosen: set[fx.Node]) -> list[fx.Nod
 def _extract_subgraph(
     body: list[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node | None]
 ) -> JointSubgraph:
-    """Return a function with copies of the operators ``body``, in order, of a larger graph. ``inputs``: the nodes
-    that become its placeholders. ``outputs``: the nodes that it returns; ``None`` is a gradient of zero."""
+    """Return a function that consists of copies of ``body``, operators of a larger graph, in order. ``inputs``: the
+    nodes that become placeholders. ``outputs``: the nodes to return; ``None`` is a gradient of zero."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in inputs:
@@ -537,11 +536,11 @@ def _extract_subgraph(
 
 @dataclass(frozen=True)
 class CollectiveUse:
-    """One collective operator in a graph. All ranks that take part in it must call it with equal field values.
+    """One collective operator in a graph. All participating ranks must call it with equal field values.
 
-    ``node``: the name of its graph node. ``op``: the name of the collective, such as ``all_reduce``. ``axis``: the
-    name of the mesh axis. ``shape``, ``dtype``: those of the operand on one rank. ``path``, ``source``: the module
-    path and source line of the operator, for messages.
+    ``node``: the name of the graph node. ``op``: the name of the collective, such as ``all_reduce``. ``axis``: the name
+    of the mesh axis. ``shape``, ``dtype``: shape and dtype of the operand on one rank. ``path``, ``source``: the module
+    path and source line of the operator, for error messages.
     """
 
     node: str
@@ -554,7 +553,7 @@ class CollectiveUse:
 
 
 def list_collectives(graph: fx.Graph) -> list[CollectiveUse]:
-    """Return a description of each collective in ``graph`` that communicates, in order."""
+    """Return a list of all collectives in ``graph`` that communicate, in order."""
     uses = []
     for node in graph.nodes:
         name = collective_name(node.target) if node.op == "call_function" else None

@@ -2,9 +2,9 @@
 
 A block is a piece of the model with one graph, such as a layer; a call is one run of a block with its own parameters
 and inputs. Equal layers share a block. Requires: a captured graph in normal form. Provides: a :class:`FoldedModel`.
-Values that depend on inputs and constants only (masks, rotary tables, shifted labels) are computed by ``shared`` calls
-if several calls read them. If one call reads them, it computes them itself. Values that only go into a buffer are
-results of the call that changes the buffer.
+Values that depend only on inputs and constants (masks, rotary tables, shifted labels) are computed by ``shared`` calls
+if several calls read them. If a single call reads such a value, this call computes it. Values that are only written to
+a buffer are results of the call that changes the buffer.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _SHARED = "shared"
 
 
 def fold(captured: Captured) -> FoldedModel:
-    """Divide the graph of ``captured``, a model as one graph, into blocks and calls, and return these as a
+    """Divide the graph of ``captured``, a model as one graph, into blocks and calls, and return them as a
     :class:`FoldedModel`. The graph is changed in place.
 
-    A block is a piece of the model with a graph of its own, such as a layer; a call is one use of a block with its own
+    A block is a piece of the model with a graph of its own, such as a layer; a call is one run of a block with its own
     parameters and inputs. Equal layers are calls of one block.
     """
     graph = captured.graph
@@ -74,9 +74,8 @@ def fold(captured: Captured) -> FoldedModel:
 
 
 def _join_results(graph: fx.Graph) -> None:
-    """Move each ``getitem`` of ``graph``, which selects one of an operator's results, directly behind that operator, in
-    place, and give it the operator's module path. When the graph is cut into layers, both then lie in the same layer.
-    """
+    """Move each ``getitem`` of ``graph``, which selects one of an operator's results, directly behind the operator, in
+    place, and give it the operator's module path, so that both end up in the same layer when the graph is cut."""
     last: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         if node.target is operator.getitem:
@@ -86,8 +85,8 @@ def _join_results(graph: fx.Graph) -> None:
 
 
 def _copy_returned_states(graph: fx.Graph) -> dict[str, str]:
-    """Insert into ``graph`` a copy of each parameter or buffer that the model returns unchanged, in place, because only
-    an operator's result can be a result of a layer. Return a dict: name of the parameter's or buffer's node -> name of
+    """Insert into ``graph``, in place, a copy of each parameter or buffer that the model returns unchanged, because
+    only operators can compute results of a layer. Return a dict: name of the parameter's or buffer's node -> name of
     the copy."""
     output = graph.output_node()
     moved: dict[str, str] = {}
@@ -105,7 +104,7 @@ def _copy_returned_states(graph: fx.Graph) -> dict[str, str]:
 # --- values of inputs and constants alone -----------------------------------------------------------------------------
 def _free_nodes(graph: fx.Graph) -> set[fx.Node]:
     """Return the operators of ``graph`` that depend on no parameter and on no matrix product, such as masks and
-    position indices. Several layers may read them, so they do not belong to one layer."""
+    position indices. They do not belong to a single layer, because several layers may read them."""
     free: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -118,11 +117,11 @@ def _free_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _merge_equal_operators(graph: fx.Graph, free: set[fx.Node]) -> dict[str, str]:
-    """Merge operators in ``free`` that compute the same value, in place, so that it is computed once. Return a dict:
-    name of a removed node -> name of the node that replaces it.
+    """Merge operators in ``free`` that compute the same value, in place. Return a dict: name of a removed node -> name
+    of the node that replaces it.
 
-    ``graph``: the graph. ``free``: some operators of it, such as masks; removed operators are also removed from this
-    set.
+    ``graph``: the graph. ``free``: the operators of the graph to merge, such as masks; removed operators are also
+    removed from this set.
     """
     seen: dict[Any, fx.Node] = {}
     merged: dict[str, str] = {}
@@ -140,7 +139,7 @@ def _merge_equal_operators(graph: fx.Graph, free: set[fx.Node]) -> dict[str, str
 
 
 def _freeze_argument(argument: Any) -> Any:
-    """Return a hashable key of ``argument``, an operator's argument, that is equal for equal arguments."""
+    """Return a hashable key of the operator argument ``argument``. Keys are equal for equal arguments."""
     if isinstance(argument, tuple | list):
         return tuple([_freeze_argument(a) for a in argument])
     if isinstance(argument, slice):
@@ -153,12 +152,12 @@ def _freeze_argument(argument: Any) -> Any:
 def _assign_free_operators(
     free: Sequence[fx.Node], units: list[OperatorGroup]
 ) -> tuple[list[list[fx.Node]], list[OperatorGroup]]:
-    """Assign the operators ``free``, such as those of masks and position indices, to the groups of operators ``units``,
-    such as layers, each of which becomes one call of the model.
+    """Assign the operators ``free`` (such as masks and position indices) to the groups of operators ``units`` (such as
+    layers), each of which becomes one call of the model.
 
-    An operator of ``free`` whose result only one of these groups reads is added to that group. Return two lists: the
-    other operators of ``free``, as connected groups, each of which becomes a call whose results several of ``units``
-    read; and ``units`` with the added operators. ``free`` is in the order of the graph.
+    An operator of ``free`` that only one group reads is added to this group. Return two lists: the remaining operators
+    of ``free`` as connected groups, each of which becomes a shared call; and ``units`` with the added operators.
+    ``free`` is in the order of the graph.
     """
     if not units:
         return [], [OperatorGroup("", list(free))] if free else []
@@ -183,7 +182,7 @@ def _assign_free_operators(
 
 
 def _insert_before_use(nodes: Sequence[fx.Node], free: Mapping[fx.Node, int]) -> list[fx.Node]:
-    """Return the operators ``nodes``, with operators of ``free`` that they need inserted, each just before the first
+    """Return the operators ``nodes`` with the operators of ``free`` that they depend on inserted, each before the first
     operator that reads it.
 
     ``free``: operator that may be inserted -> its position in the graph.
@@ -202,11 +201,9 @@ def _insert_before_use(nodes: Sequence[fx.Node], free: Mapping[fx.Node, int]) ->
 
 
 def _mark_copied(graph: fx.Graph) -> None:
-    """Set ``node.meta["copied"]`` of each node of ``graph`` to whether the operator is repeated in each part of the
-    model that reads its result, because this is cheaper than storing the result.
-
-    These are operators without operands, and those that compute the element indices of random numbers.
-    """
+    """Set ``node.meta["copied"]`` of each node of ``graph``: whether the operator is repeated in each part of the model
+    that reads its result, because this is cheaper than storing the result. It is true for operators without operands
+    and for those that compute the element indices of random numbers."""
     for node in reversed(graph.nodes):
         places = bool(node.users) and all(u.target in DRAWS or _is_copied(u) for u in node.users)
         returned = any(u.op == "output" for u in node.users)
@@ -218,9 +215,9 @@ def _is_copied(node: fx.Node) -> bool:
 
 
 def _find_connected_components(nodes: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> list[list[fx.Node]]:
-    """Return the groups of ``nodes`` (operators of a graph) that are connected because one reads the result of another.
-    Within a group, the nodes are in the order of ``nodes``. The groups are ordered by the position of their first node
-    in ``order``: node -> its position."""
+    """Return the connected components of ``nodes``, operators of a graph of which some read results of others. Within a
+    component, nodes are in the order of ``nodes``. Components are ordered by the position of their first node.
+    ``order``: node -> its position."""
     parent = {n: n for n in nodes}
 
     def find(n: fx.Node) -> fx.Node:
@@ -241,20 +238,20 @@ def _find_connected_components(nodes: Sequence[fx.Node], order: Mapping[fx.Node,
 
 # --- blocks and calls -------------------------------------------------------------------------------------------------
 class _Folder:
-    """Creates the blocks (graphs that equal layers share) and calls (uses of a block, each with its own parameters) of
+    """Creates the blocks (graphs that equal layers share) and calls (runs of a block, each with its own parameters) of
     a model, in execution order.
 
     ``captured``: the model as one graph. ``shared``: groups of operators that become shared calls, which every pipeline
     stage may repeat. ``units``: groups that become the other calls, such as one for each layer. ``calls``: the calls so
-    far. ``blocks``: key -> block; equal computations have equal keys. ``keys``: for each of ``calls``, the key of its
-    block. ``value_of``: node -> name, for every value that passes between calls. ``specs``: name of such a value ->
-    shape and dtype. ``paths``: how often each module path was given to a call.
+    far. ``blocks``: key -> block; equal computations have equal keys. ``keys``: the key of the block of each call.
+    ``value_of``: node -> name, for every value that passes between calls. ``specs``: name of such a value -> shape and
+    dtype. ``paths``: how many calls got each module path.
     """
 
     def __init__(self, captured: Captured, shared: list[list[fx.Node]], units: list[OperatorGroup]) -> None:
-        """Start without blocks (graphs that equal layers share) and calls (uses of a block). ``captured``: the model as
-        one graph. ``shared``: groups of operators that become shared calls, which every pipeline stage may repeat.
-        ``units``: groups that become the other calls, such as one for each layer."""
+        """Start without blocks and calls. ``captured``: the model as one graph. ``shared``: groups of operators that
+        become shared calls, which every pipeline stage may repeat. ``units``: groups that become the other calls, such
+        as one for each layer."""
         self.captured = captured
         self.shared = shared
         self.units = units
@@ -269,16 +266,16 @@ class _Folder:
                 self.value_of[node] = captured.placeholders[node.name]
 
     def make_calls(self) -> None:
-        """Create the calls of the model, one for each group of operators, shared ones first. A call is one use of a
-        graph with its own parameters and inputs; equal groups share a graph."""
+        """Create one call for each group of operators, shared ones first. A call is one run of a graph with its own
+        parameters and inputs; equal groups share a graph."""
         for group in self.shared:
             self.make_call(OperatorGroup(_SHARED, group), shared=True)
         for unit in self.units:
             self.make_call(unit)
 
     def make_call(self, unit: OperatorGroup, shared: bool = False) -> None:
-        """Create the call for the group of operators ``unit``, and its graph if no equal one exists. A call is one use
-        of a graph with its own parameters and inputs. ``shared``: whether every pipeline stage may repeat the call."""
+        """Create the call for the group of operators ``unit``, and its graph unless an equal group already has one.
+        ``shared``: whether every pipeline stage may repeat the call."""
         inside = set(unit.nodes)
         outputs = [n for n in unit.nodes if any(u not in inside for u in n.users)]
         outputs = [n for n in outputs if isinstance(n.meta["val"], Tensor) and not _is_copied(n)]
@@ -303,8 +300,8 @@ class _Folder:
         return path if count == 0 else self.make_unique_path(f"{path}#{count}")
 
     def named_blocks(self) -> dict[str, Block]:
-        """Name the blocks (graphs that equal layers share) after the modules that run them, store these names in the
-        calls, and return a dict from name to block."""
+        """Name the blocks (graphs that equal layers share) after the modules that run them, store the names in the
+        calls, and return a dict: name -> block."""
         paths: dict[Any, list[str]] = {}
         for key, call in zip(self.keys, self.calls, strict=True):
             paths.setdefault(key, []).append(call.path)
@@ -320,8 +317,8 @@ class _Folder:
 
 
 def _find_common_pattern(paths: Sequence[str]) -> str:
-    """Return a pattern that fits all module paths ``paths``, such as ``model.layers.*`` for ``model.layers.0`` and
-    ``model.layers.1``; the first path if there is no such pattern."""
+    """Return a pattern that matches all module paths ``paths``, such as ``model.layers.*`` for ``model.layers.0`` and
+    ``model.layers.1``. If there is none, return the first path."""
     if len(paths) == 1:
         return paths[0]
     patterns = {re.sub(r"(?<![^.])\d+(?![^.@#])|[@#]\d+", "*", p).replace("**", "*") for p in paths}
@@ -329,9 +326,9 @@ def _find_common_pattern(paths: Sequence[str]) -> str:
 
 
 def _make_block(unit: OperatorGroup, sign: GraphSignature, outputs: Sequence[fx.Node]) -> Block:
-    """Return a block, that is, a graph of its own, with copies of the operators of ``unit`` (a group of operators, such
-    as a layer). ``sign``: the parameters and other values that the operators read, which become placeholders.
-    ``outputs``: the operators whose results it returns."""
+    """Return a block (a graph of its own) with copies of the operators of the group ``unit``, such as a layer.
+    ``sign``: the parameters and other values that the operators read, which become placeholders. ``outputs``: the
+    operators whose results the block returns."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     prefix = unit.path.partition("@")[0] + "."

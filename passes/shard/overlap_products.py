@@ -1,14 +1,14 @@
-"""Run the all-gathers before matrix products, and the reduce-scatters after them, in pieces.
+"""Overlap all-gathers before matrix products, and reduce-scatters after them, with the products, piece by piece.
 
 While one piece is multiplied, the next ones are communicated (Wang et al. 2023, Overlap communication with dependent
 computation via decomposition). Requires: a graph that one rank runs, forward or backward, with its collectives.
 Provides: ``partition::gather_products`` in place of an all-gather over ``tp`` and the products that read its result,
 and ``partition::products_scatter`` in place of products, their sum and the reduce-scatter of this sum. A graph without
-such products is unchanged. The results differ from those of the original graph in nothing but the order of sums.
+such products is unchanged. Results differ from those of the original graph only in the order of sums.
 
 A piece is a part of the shard of one rank, or the shards of several ranks. The number of pieces is a multiple of the
-number of ranks, or a divisor of it. If no piece has shards of several ranks, a rank multiplies its own shard first. The
-sharded dim must not be the last one, the columns of the products.
+number of ranks, or a divisor of it. If each piece belongs to one rank, a rank multiplies its own shard first. The
+sharded dim must not be the last one, which the products sum over or return as columns.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.linear.default)
 
 
 class RowProduct(NamedTuple):
-    """A matrix product of rows with one matrix, such as ``linear``; a collective before or after it may be cut into
-    pieces, each of which is communicated while another one is multiplied.
+    """A matrix product of rows with one matrix, such as ``linear``. A collective before or after it may be cut into
+    pieces, so that one piece is communicated while another is multiplied.
 
-    ``node``: its graph node. ``x``: the node of the rows. ``weight``: the node of the matrix ``[in, out]``, or ``[out,
-    in]`` if ``turned``. ``bias``: the node of the vector that is added to each row, or ``None``.
+    ``node``: the graph node of the product. ``x``: the node of the rows. ``weight``: the node of the matrix, ``[in,
+    out]``, or ``[out, in]`` if ``turned``. ``bias``: the node of the vector that is added to each row, or ``None``.
     """
 
     node: fx.Node
@@ -50,9 +50,8 @@ class RowProduct(NamedTuple):
 
 
 def match_gathered_products(gather: fx.Node) -> list[RowProduct]:
-    """Return the matrix products that read the result of the node ``gather`` as their rows; an empty list if there are
-    none, or if ``gather`` is not an all-gather of rows over the mesh axis ``tp``. Other operators may read the result
-    of ``gather``, too.
+    """Return the matrix products whose rows are the result of the node ``gather``. The list is empty if there are none,
+    or if ``gather`` is not an all-gather of rows over the mesh axis ``tp``. Other operators may read the result, too.
     """
     if collective_name(gather.target) != "all_gather" or gather.args[2] != AXIS or _is_dynamic(gather):
         return []
@@ -73,18 +72,16 @@ def match_gathered_products(gather: fx.Node) -> list[RowProduct]:
 
 
 def reads_products_only(gather: fx.Node, products: Sequence[RowProduct]) -> bool:
-    """Return whether nothing but the matrix products ``products`` reads the result of the all-gather ``gather``, so
-    that the gradient of this result is a sum of products.
-    """
+    """Return whether only the matrix products ``products`` read the result of the all-gather ``gather``, so that the
+    gradient of the result is a sum of products."""
     known = {p.node for p in products}
     return all(user in known or (_keeps_columns(user) and known.issuperset(user.users)) for user in gather.users)
 
 
 def match_scattered_products(scatter: fx.Node) -> list[RowProduct]:
-    """Return the matrix products whose sum the reduce-scatter ``scatter`` over the mesh axis ``tp`` reads. Return an
-    empty list if ``scatter`` is no such reduce-scatter, or if its operand is anything else than a sum of products or is
-    read by another operator.
-    """
+    """Return the matrix products whose sum is the operand of ``scatter``, a reduce-scatter over the mesh axis ``tp``.
+    The list is empty if ``scatter`` is another operator, or if its operand is not a sum of products alone or has other
+    readers."""
     if collective_name(scatter.target) != "reduce_scatter" or scatter.args[2] != AXIS or _is_dynamic(scatter):
         return []
     operand = scatter.args[0]
@@ -96,18 +93,16 @@ def match_scattered_products(scatter: fx.Node) -> list[RowProduct]:
 
 
 def _read_division(collective: fx.Node) -> tuple[int, int]:
-    """Return (index of the dim, number of ranks) for ``collective``, an all-gather that joins the ranks' tensors along
-    this dim, or a reduce-scatter that cuts it.
-    """
+    """Return (dim, number of ranks) of ``collective``: the dim along which an all-gather concatenates the ranks'
+    tensors, or which a reduce-scatter cuts."""
     dim, ranks = collective.args[1], collective.args[3]
     assert isinstance(dim, int) and isinstance(ranks, int)
     return dim % collective.meta["val"].dim(), ranks
 
 
 def _match_product_sum(node: fx.Node) -> list[RowProduct] | None:
-    """Return the matrix products whose sum is the value of ``node``; a single product is a sum of one. Return ``None``
-    if ``node`` adds anything else, or if another operator reads an intermediate result.
-    """
+    """Return the matrix products whose sum is the value of ``node``; a single product counts as a sum. Return ``None``
+    if ``node`` has other addends, or if another operator reads an intermediate result."""
     if len(node.users) != 1 or node.op != "call_function":
         return None
     if node.target is aten.add.Tensor and not node.kwargs and len(node.args) == 2:
@@ -138,35 +133,32 @@ def match_row_product(node: fx.Node) -> RowProduct | None:
 
 
 def _keeps_columns(node: fx.Node) -> bool:
-    """Return whether ``node`` is a view (reshape) that leaves the last dim of its operand as it is."""
+    """Return whether ``node`` is a view (reshape) that keeps the last dim of its operand."""
     if node.target not in _VIEWS or node.kwargs:
         return False
     return bool(node.meta["val"].shape[-1:] == node.all_input_nodes[0].meta["val"].shape[-1:])
 
 
 def _is_dynamic(collective: fx.Node) -> bool:
-    """Return whether the number of rows that the collective ``collective`` communicates depends on the data, as that of
-    the rows (tokens) of an expert does.
-    """
+    """Return whether the number of rows that the collective ``collective`` communicates depends on data, such as the
+    number of rows (tokens) of an expert."""
     return any(bool(node.meta.get("open")) for node in (collective, *collective.all_input_nodes))
 
 
 def fit_pieces(wanted: int, ranks: int, length: int) -> int:
-    """Return the number of pieces into which a tensor is cut when an all-gather or reduce-scatter over ``ranks`` ranks
-    runs in pieces, to overlap with matrix products. It is the largest possible number up to ``wanted``. If there is
-    none, it is the smallest possible number (2 or more). Divisors of ``ranks`` are possible, and ``ranks`` times a
-    divisor of ``length``, the size of the sharded dim on one rank.
-    """
+    """Return the number of pieces into which an all-gather or reduce-scatter over ``ranks`` ranks is cut to overlap
+    with matrix products: the largest possible number up to ``wanted``, or the smallest possible one (2 or more) if
+    there is none. Possible numbers are the divisors of ``ranks``, and ``ranks`` times a divisor of ``length``, the size
+    of the sharded dim on one rank."""
     possible = [n for n in range(2, ranks + 1) if ranks % n == 0]
     possible += [ranks * n for n in range(2, wanted // ranks + 1) if length % n == 0]
     return max((n for n in possible if n <= wanted), default=min(possible))
 
 
 def overlap_derivatives(derived: BlockDerivatives, pieces: PieceCounts) -> BlockDerivatives:
-    """Return ``derived``, the forward and backward functions of a block (a piece of the model, such as a layer), with
-    all-gathers before matrix products and reduce-scatters after them cut into pieces that overlap with the products.
-    ``pieces``: the numbers of pieces; ``derived`` is returned unchanged if all are 0.
-    """
+    """Return a copy of ``derived``, the forward and backward functions of a block (a piece of the model, such as a
+    layer), in which all-gathers before matrix products and reduce-scatters after them are cut into pieces that overlap
+    with the products. ``pieces``: the numbers of pieces; if all are 0, ``derived`` itself is returned."""
     if not any(pieces):
         return derived
 
@@ -184,38 +176,37 @@ def overlap_derivatives(derived: BlockDerivatives, pieces: PieceCounts) -> Block
 
 
 def overlap_block(block: Block, pieces: PieceCounts) -> Block:
-    """Return ``block``, the graph of a piece of the model that one rank runs without a backward, with all-gathers
-    before matrix products and reduce-scatters after them cut into pieces that overlap with the products. ``pieces``:
-    the numbers of pieces, of which those of forward are used.
-    """
+    """Return a copy of ``block``, the graph of a piece of the model that one rank runs without a backward, in which
+    all-gathers before matrix products and reduce-scatters after them are cut into pieces that overlap with the
+    products. ``pieces``: the numbers of pieces; only those of forward are used."""
     graph = overlap_graph(block.graph, *pieces[:2])
     return block if graph is block.graph else Block(block.name, graph, block.states, block.inputs)
 
 
 def overlap_graph(graph: fx.Graph, gather_pieces: int, scatter_pieces: int) -> fx.Graph:
-    """Return ``graph`` with all-gathers before matrix products, and reduce-scatters after them, cut into pieces, so
-    that one piece is communicated while another one is multiplied.
+    """Return a copy of ``graph`` in which all-gathers before matrix products and reduce-scatters after them are cut
+    into pieces, so that one piece is communicated while another one is multiplied.
 
-    ``gather_pieces``, ``scatter_pieces``: the numbers of pieces of all-gathers and of reduce-scatters, or fewer if the
-    sizes do not allow them; 0: not in pieces. ``graph`` itself is returned if nothing changes.
+    ``gather_pieces``, ``scatter_pieces``: the wanted numbers of pieces of all-gathers and of reduce-scatters, reduced
+    if the sizes do not allow them; 0 leaves the collectives whole. If nothing changes, ``graph`` itself is returned.
     """
     gathers = {n: found for n in graph.nodes if gather_pieces and (found := match_gathered_products(n))}
     scatters = {n: found for n in graph.nodes if scatter_pieces and (found := match_scattered_products(n))}
     if not gathers and not scatters:
         return graph
     taken = {p.node for found in gathers.values() for p in found}
-    # a product between a gather and a scatter: the gather has it
+    # a product between an all-gather and a reduce-scatter overlaps with the all-gather
     scatters = {n: found for n, found in scatters.items() if not taken & {p.node for p in found}}
     return _Rewriter(graph, gathers, scatters).rewrite(gather_pieces, scatter_pieces)
 
 
 @dataclass
 class _Rewriter:
-    """Copies the graph ``graph`` with collectives next to matrix products replaced by operators that communicate in
+    """Copies the graph ``graph`` and replaces collectives next to matrix products by operators that communicate in
     pieces while they multiply.
 
     ``gathers``: all-gather -> the products that read its result. ``scatters``: reduce-scatter -> the products whose sum
-    it reads.
+    is its operand.
     """
 
     graph: fx.Graph
@@ -223,9 +214,8 @@ class _Rewriter:
     scatters: dict[fx.Node, list[RowProduct]]
 
     def rewrite(self, gather_pieces: int, scatter_pieces: int) -> fx.Graph:
-        """Return the copy of the graph. ``gather_pieces``, ``scatter_pieces``: into how many pieces all-gathers and
-        reduce-scatters are cut to overlap with matrix products.
-        """
+        """Return the copy of the graph. ``gather_pieces``, ``scatter_pieces``: the wanted numbers of pieces of
+        all-gathers and of reduce-scatters."""
         self.new = fx.Graph()
         self.values: dict[fx.Node, fx.Node] = {}
         self.pieces = gather_pieces, scatter_pieces
@@ -239,9 +229,8 @@ class _Rewriter:
         return self.new
 
     def _copy(self, node: fx.Node) -> None:
-        """Append a copy of ``node`` to the new graph, after copies of the nodes that it reads. A collective that is to
-        overlap with matrix products, piece by piece, is replaced by one operator for it and its matrix products.
-        """
+        """Append a copy of ``node`` to the new graph, after copies of the nodes that it reads. A collective to overlap
+        and its matrix products are replaced by a single operator."""
         stack = [node]
         while stack:
             here = stack[-1]
@@ -275,8 +264,7 @@ class _Rewriter:
 
     def _append_gather(self, gather: fx.Node, products: Sequence[RowProduct]) -> None:
         """Append the operator ``gather_products`` in place of the all-gather ``gather`` and the matrix products
-        ``products`` that read its result. Record the nodes that replace them.
-        """
+        ``products`` that read its result. Record the replacements in ``self.values``."""
         x = gather.all_input_nodes[0]
         dim, ranks = _read_division(gather)
         pieces = fit_pieces(self.pieces[0], ranks, x.meta["val"].shape[dim])
@@ -296,8 +284,7 @@ class _Rewriter:
 
     def _append_scatter(self, scatter: fx.Node, products: Sequence[RowProduct]) -> None:
         """Append the operator ``products_scatter`` in place of the matrix products ``products`` and the reduce-scatter
-        ``scatter`` of their sum. Record the node that replaces ``scatter``.
-        """
+        ``scatter`` of their sum. Record the replacement in ``self.values``."""
         value: Tensor = scatter.meta["val"]
         operand = scatter.all_input_nodes[0].meta["val"]
         dim, ranks = _read_division(scatter)
@@ -308,9 +295,8 @@ class _Rewriter:
         self.values[scatter] = self._create(ops.products_scatter.default, args, scatter)
 
     def _append_matrix(self, product: RowProduct) -> fx.Node:
-        """Return the node in the new graph of the matrix ``[in, out]`` of ``product``; a transpose is appended if the
-        product's matrix is ``[out, in]``.
-        """
+        """Return the node of the matrix of ``product`` in the new graph, in the form ``[in, out]``. If the product's
+        matrix is ``[out, in]``, a transpose is appended."""
         weight = self.values[product.weight]
         if not product.turned:
             return weight
@@ -319,9 +305,8 @@ class _Rewriter:
         return turned
 
     def _create(self, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
-        """Append a call of the operator ``target`` with the arguments ``args`` to the new graph and return its node,
-        with a copy of the metadata (meta tensor, module path, source line) of the node ``like``.
-        """
+        """Append a call of the operator ``target`` with the arguments ``args`` to the new graph, with a copy of the
+        metadata (meta tensor, module path, source line) of the node ``like``. Return the new node."""
         node = self.new.call_function(target, args)
         node.meta.update(like.meta)
         return node

@@ -1,5 +1,5 @@
-"""Numbers of pieces into which collectives next to matrix products are cut. Plans store them, and code that only reads
-a plan must not import PyTorch."""
+"""Numbers of pieces into which collectives next to matrix products are cut. Plans store these numbers, so this module
+does not import PyTorch: code that only reads plans must not."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 
 class PieceCounts(NamedTuple):
-    """Into how many pieces the collectives of a block (such as a layer) are cut to overlap with matrix products; 0: not
-    cut.
+    """The numbers of pieces into which the collectives of a block (such as a layer) are cut to overlap with matrix
+    products; 0 leaves the collectives whole.
 
-    ``forward_gather``, ``backward_gather``: the number for all-gathers before products, in forward and in backward.
-    ``forward_scatter``, ``backward_scatter``: the number for reduce-scatters after products.
+    ``forward_gather``, ``backward_gather``: for all-gathers before products, in forward and in backward.
+    ``forward_scatter``, ``backward_scatter``: for reduce-scatters after products.
     """
 
     forward_gather: int = 0

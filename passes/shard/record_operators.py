@@ -1,8 +1,8 @@
 """Record the operators that a function runs, forward and backward, as a graph.
 
-``make_fx`` of torch does the same for more functions: it also traces symbolic sizes, operators that write to their
-operands, and constants. Most blocks have none of these. The recorder leaves them out and takes half of the time of
-``make_fx``. If a function has one of them, ``make_fx`` traces it.
+The recorder takes half of the time of torch's ``make_fx``, because it does not support symbolic sizes, operators that
+write to their operands, and constants, which most blocks do not have. A function that has one of these is traced by
+``make_fx``.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ _QUERIES = frozenset(
 
 
 class _NotRecordedError(Exception):
-    """The function runs something that the recorder does not record."""
+    """Raised if the function runs something that the recorder does not support."""
 
 
 class _OperatorRecorder(TorchDispatchMode):
-    """While it is active, adds a node to ``graph`` for each operator that runs, with a tensor without values of its
-    result in ``node.meta["val"]``. All operands must be results of such operators, or tracked."""
+    """While active, adds a node to ``graph`` for each operator that runs; ``node.meta["val"]`` is the result as a
+    tensor without data. All operands must be results of such operators or registered by :meth:`track`."""
 
     def __init__(self, graph: fx.Graph) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = graph
-        self._nodes: dict[int, fx.Node] = {}  # by the identity of a tensor, which is kept so that it is not reused
+        self._nodes: dict[int, fx.Node] = {}  # id of a tensor -> node; tensors are kept so that ids are not reused
         self._kept: list[Tensor] = []
 
     def track(self, tensor: Tensor, node: fx.Node) -> None:
-        """Note that ``tensor`` is the value of ``node``."""
+        """Register ``tensor`` as the value of ``node``."""
         self._nodes[id(tensor)] = node
         self._kept.append(tensor)
         node.meta["val"] = tensor
 
     def find_node(self, tensor: Tensor) -> fx.Node:
-        """Return the node whose value ``tensor`` is."""
+        """Return the node whose value is ``tensor``. Raise :class:`_NotRecordedError` if there is none."""
         if id(tensor) not in self._nodes:
             raise _NotRecordedError(f"a constant of shape {tuple(tensor.shape)}")
         return self._nodes[id(tensor)]
@@ -88,7 +88,7 @@ class _OperatorRecorder(TorchDispatchMode):
         return result
 
     def _replace_by_nodes(self, value: Any) -> Any:
-        """Return ``value``, arguments of an operator, with tensors replaced by their nodes."""
+        """Return ``value`` (arguments of an operator) with tensors replaced by their nodes."""
         if isinstance(value, Tensor):
             return self.find_node(value)
         if isinstance(value, tuple | list):
@@ -100,7 +100,7 @@ class _OperatorRecorder(TorchDispatchMode):
         return value
 
     def _track_result(self, result: Any, node: fx.Node) -> None:
-        """Note that ``result``, a tensor or a tuple or list of tensors, is the value of ``node``."""
+        """Register ``result``, a tensor or a tuple or list of tensors, as the value of ``node``."""
         if isinstance(result, FakeTensor):
             self.track(result, node)
         elif isinstance(result, tuple | list):
@@ -116,8 +116,8 @@ class _OperatorRecorder(TorchDispatchMode):
 
 
 def _is_decomposed(func: OpOverload, args: Sequence[Any]) -> bool:
-    """Return whether autograd runs ``func`` as several other operators: it is defined by them, and the device of its
-    first tensor in ``args`` has no kernel for it."""
+    """Return whether autograd decomposes ``func`` into other operators: ``func`` has a composite implementation, and no
+    kernel of its own for the device of the first tensor in ``args``."""
     if not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
         return False
     device = next((value.device.type for value in args if isinstance(value, Tensor)), None)
@@ -126,8 +126,8 @@ def _is_decomposed(func: OpOverload, args: Sequence[Any]) -> bool:
 
 
 def trace_function(function: Callable[..., Any], *arguments: Any, symbolic: bool = False) -> fx.Graph:
-    """Call ``function`` with ``arguments``, which are tensors without values or lists of them, and record the operators
-    that it runs. Return them as a graph that takes these arguments one by one, and returns all results in one list;
+    """Call ``function`` with ``arguments``, which are tensors without data or lists of them, and return the operators
+    that it runs as a graph. The graph has one placeholder for each tensor, and returns all results in one list;
     ``node.meta["val"]`` is the result of each node. ``symbolic``: whether sizes may be symbolic."""
     if not symbolic:
         with suppress(_NotRecordedError):
@@ -138,12 +138,12 @@ def trace_function(function: Callable[..., Any], *arguments: Any, symbolic: bool
 
 
 def _record_operators(function: Callable[..., Any], arguments: Sequence[Any]) -> fx.Graph:
-    """Return what :func:`trace_function` does. Raise :class:`_NotRecordedError` if the function runs something that the
-    recorder does not record."""
+    """Do what :func:`trace_function` does, without ``make_fx``. Raise :class:`_NotRecordedError` if the function runs
+    something that the recorder does not support."""
     graph = fx.Graph()
     recorder = _OperatorRecorder(graph)
     names = list(inspect.signature(function).parameters)
-    if len(names) != len(arguments):  # the function takes any number
+    if len(names) != len(arguments):  # the function takes any number of arguments
         names = [f"arg{number}" for number in range(len(arguments))]
     for name, argument in zip(names, arguments, strict=True):
         for number, tensor in enumerate(_list_tensors(argument), 1):
@@ -159,7 +159,7 @@ def _record_operators(function: Callable[..., Any], arguments: Sequence[Any]) ->
 
 
 def _list_tensors(values: Any) -> Iterator[Any]:
-    """Yield the tensors in ``values``, nested lists and tuples of tensors and ``None``."""
+    """Yield the tensors and ``None`` in ``values``, nested lists and tuples, in order."""
     if isinstance(values, tuple | list):
         for value in values:
             yield from _list_tensors(value)
@@ -168,13 +168,13 @@ def _list_tensors(values: Any) -> Iterator[Any]:
 
 
 def _copy_without_history(value: Any) -> Any:
-    """Return a copy of ``value``, a tensor without values or a tuple or list of such and of ``None``, without the
-    functions by which its tensors were computed."""
+    """Return a copy of ``value`` without autograd history. ``value``: a tensor without data, or a tuple or list of such
+    tensors and ``None``."""
     if isinstance(value, tuple | list):
         return type(value)([_copy_without_history(each) for each in value])
     if not isinstance(value, FakeTensor):
         return value
     size, strides, offset = value.shape, value.stride(), value.storage_offset()
-    with torch._C._DisableTorchDispatch():  # the copy shares the storage, so that views are known as such
+    with torch._C._DisableTorchDispatch():  # the copy shares the storage, so that views stay views
         like = torch.empty(0, dtype=value.dtype, device="meta").set_(value.untyped_storage(), offset, size, strides)
     return FakeTensor(value.fake_mode, like, value.fake_device)

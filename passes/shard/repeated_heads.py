@@ -1,9 +1,9 @@
 """Find key and value heads that a model repeats once for each query head before attention, and remove the repetition.
 
 Models with grouped queries write it as an expansion and a reshape (``repeat_kv`` of Hugging Face), as
-``repeat_interleave`` or as ``repeat``, with the heads in any dim. Attention within a band accepts fewer key heads than
-query heads, so ranks that share a sequence can exchange each key head once: with 8 key heads for 64 query heads, an
-eighth of the bytes. The gradients of the repetitions are then added up inside attention.
+``repeat_interleave`` or as ``repeat``, with the heads in any dim. Attention within a band of positions accepts fewer
+key heads than query heads, so ranks that share a sequence can exchange each key head once: with 8 key heads for 64
+query heads, this saves seven eighths of the bytes. The gradients of a head's copies are then summed inside attention.
 
 Requires: a graph in normal form. A tensor counts as repeated if every step from the repetition to attention keeps the
 copies of a head adjacent: reshapes, transposes, copies and casts.
@@ -45,11 +45,11 @@ _CASTS = frozenset((aten._to_copy.default, aten.to.dtype))
 
 @dataclass(frozen=True)
 class _RepeatedDim:
-    """Describes a tensor that was repeated along one dim. The dim consists of equal slices, and each slice is followed
-    by its copies.
+    """A dim along which a tensor was repeated. The dim consists of equal slices, each of which is followed by its
+    copies.
 
-    ``shape``: the shape of the tensor without copies. ``dim``: the index of the repeated dim. ``outer``: the number
-    of slices. ``inner``: the number of elements of a slice along the dim. ``times``: how often each slice appears.
+    ``shape``: the shape of the tensor without copies. ``dim``: the index of the repeated dim. ``outer``: the number of
+    slices. ``inner``: the number of elements of a slice along the dim. ``times``: how often each slice appears.
     """
 
     shape: tuple[int, ...]
@@ -61,12 +61,11 @@ class _RepeatedDim:
 
 @dataclass(frozen=True)
 class RepeatedHeads:
-    """Describes keys or values ``[..., heads, positions, d]`` whose heads the model repeats, and how to compute them
+    """Keys or values ``[..., heads, positions, d]`` whose heads the model repeats, and the steps that compute them
     without the copies.
 
-    ``source``: the node before the repetition. ``steps``: what the model applies to it besides the repetition, in
-    order; a step is a shape (a reshape to it) or an operator node. ``times``: how often each head appears; its
-    copies follow one another.
+    ``source``: the node before the repetition. ``steps``: what the model applies to ``source`` besides the repetition,
+    in order: a shape (for a reshape) or an operator node. ``times``: how often each head appears; copies are adjacent.
     """
 
     source: fx.Node
@@ -74,8 +73,8 @@ class RepeatedHeads:
     times: int
 
     def build(self, graph: fx.Graph) -> fx.Node:
-        """Append to ``graph`` the operators that compute the keys or values from ``source`` by ``steps``, without
-        copies of their heads. Return the last node."""
+        """Append to ``graph`` the operators that compute the keys or values without copies of heads: ``steps``, applied
+        to ``source``. Return the last node."""
         made, given = self.source, self.source.meta.get("grad")
         for step in self.steps:
             if isinstance(step, fx.Node):
@@ -89,8 +88,8 @@ class RepeatedHeads:
 
 
 def match_repeated_heads(value: fx.Node) -> RepeatedHeads | None:
-    """Return how the model has repeated the heads of ``value``, a node with keys or values ``[..., heads, positions,
-    d]``; return ``None`` if it has not."""
+    """Return the :class:`RepeatedHeads` of ``value``, a node with keys or values ``[..., heads, positions, d]``;
+    ``None`` if the model has not repeated their heads."""
     chain: list[fx.Node] = []
     node = value
     while (place := _find_repeated_dim(node)) is None:
@@ -119,8 +118,8 @@ def match_repeated_heads(value: fx.Node) -> RepeatedHeads | None:
 
 
 def _find_repeated_dim(node: fx.Node) -> _RepeatedDim | None:
-    """Return along which dim, and how often, the operator ``node`` repeats its operand; return ``None`` if it does
-    not repeat it along exactly one dim."""
+    """Return the dim along which the operator ``node`` repeats its operand; ``None`` if it does not repeat the operand
+    along exactly one dim."""
     if node.op != "call_function":
         return None
     if node.target is aten.repeat_interleave.self_int:
@@ -143,8 +142,8 @@ def _find_repeated_dim(node: fx.Node) -> _RepeatedDim | None:
 
 
 def _find_dim_order(node: fx.Node) -> tuple[int, ...] | None:
-    """Return a tuple with, for each dim of the result of ``node``, the index of the dim of the operand that moved
-    there, if ``node`` is a transpose or permutation; return ``None`` for another operator."""
+    """Return a tuple with the operand's dim that becomes each dim of the result, if ``node`` is a transpose or
+    permutation; ``None`` for another operator."""
     if node.op != "call_function" or node.target not in (aten.transpose.int, aten.permute.default):
         return None
     rank = len(get_meta_shape(node))
@@ -157,10 +156,9 @@ def _find_dim_order(node: fx.Node) -> tuple[int, ...] | None:
 
 
 def _reshape_repeated_dim(place: _RepeatedDim, after: Sequence[int]) -> _RepeatedDim | None:
-    """Return where the repeated slices and their copies are in a tensor after a reshape to the shape ``after``. Return
-    ``None`` if no dim of the result contains whole slices, each with all of its copies. ``place``: where they are
-    before the reshape."""
-    before = math.prod(place.shape[: place.dim]) * place.outer  # slices that are repeated
+    """Return the repeated dim of a tensor after a reshape to the shape ``after``; ``None`` if no dim of the result
+    contains whole slices, each with all of its copies. ``place``: the repeated dim before the reshape."""
+    before = math.prod(place.shape[: place.dim]) * place.outer  # number of repeated slices
     reached = 1
     for dim, size in enumerate(after):
         outer, rest = divmod(before, reached)
@@ -174,8 +172,8 @@ def _reshape_repeated_dim(place: _RepeatedDim, after: Sequence[int]) -> _Repeate
 
 
 def _find_unreshaped(node: fx.Node, dims: tuple[int, ...]) -> fx.Node | None:
-    """Return the node of the shape ``dims`` from which ``node`` was made by reshapes alone, or ``node`` itself if it
-    has this shape; return ``None`` if there is no such node."""
+    """Return the nearest node with the shape ``dims`` among ``node`` and the nodes from which it was made by reshapes
+    alone; ``None`` if there is none."""
     while get_meta_shape(node) != dims:
         if node.op != "call_function" or node.target not in _RESHAPES:
             return None
@@ -184,8 +182,8 @@ def _find_unreshaped(node: fx.Node, dims: tuple[int, ...]) -> fx.Node | None:
 
 
 def count_head_repetitions(attention: fx.Node) -> int:
-    """Return how often each key and value head appears in the operands of the operator ``attention``, if the model
-    repeats the heads and the operator could read each head once; otherwise return 1."""
+    """Return how often each key and value head appears in the operands of the operator ``attention``. Return 1 if the
+    model does not repeat the heads, or if the operator cannot read each head only once."""
     if find_attention_band(attention) is None:
         return 1
     query, key, value = operands_of(attention)[:3]
@@ -199,21 +197,21 @@ def count_head_repetitions(attention: fx.Node) -> int:
 
 
 def count_exchanged_copies(heads: int, times: int, tp: int) -> int:
-    """Return how often each key head must appear so that the heads split evenly over ``tp`` ranks. With context
-    parallelism, ranks exchange keys, and fewer copies mean fewer bytes. The result is the smallest divisor of ``times``
-    for which the heads split evenly; ``times`` itself if there is none.
+    """Return how many copies of each key head the ranks of context parallelism exchange. It is the smallest divisor of
+    ``times`` for which the heads split evenly over ``tp`` ranks, because fewer copies mean fewer bytes; ``times`` if
+    there is none.
 
-    ``heads``: the number of key heads, with the copies that the model makes. ``times``: how often each head appears
-    among them. ``tp``: the number of tensor-parallel ranks that share the heads.
+    ``heads``: the number of key heads, including the model's copies. ``times``: how often each head appears among them.
+    ``tp``: the number of tensor-parallel ranks that share the heads.
     """
     once = heads // times
     return next(n for n in range(1, times + 1) if times % n == 0 and (once * n % tp == 0 or n == times))
 
 
 def group_queries(block: Block, tp: int = 1) -> Block:
-    """Reduce the copies of key and value heads that attention with context parallelism reads in the graph of
-    ``block``, in place, so that ranks exchange fewer bytes. Each head then appears as often as needed to split the
-    heads evenly over ``tp`` ranks. Return ``block``, a piece of the model such as a layer."""
+    """Reduce the copies of key and value heads that attention with context parallelism reads in the graph of ``block``
+    (a piece of the model such as a layer), in place, so that ranks exchange fewer bytes. As many copies stay as are
+    needed to split the heads evenly over ``tp`` ranks. Return ``block``."""
     _reduce_head_copies(block, ops.context_attention.default, tp)
     _reduce_head_copies(block, ops.context_document_attention.default, tp)
     _reduce_head_copies(block, ops.context_scored_attention.default, tp)
@@ -221,11 +219,10 @@ def group_queries(block: Block, tp: int = 1) -> Block:
 
 
 def read_heads_once(block: Block) -> bool:
-    """Change the graph of ``block``, a piece of the model such as a layer, in place, so that attention reads each key
-    and value head once (grouped-query attention) wherever the model repeats heads for it. Return whether anything
-    changed. This is done for torch's scaled dot-product attention, and for ``band_attention``, ``document_attention``
-    and ``scored_attention`` of this project.
-    """
+    """Change the graph of ``block`` (a piece of the model such as a layer), in place, so that attention reads each key
+    and value head once (grouped-query attention) where the model repeats heads. Return whether anything changed. This
+    covers torch's scaled dot-product attention, and ``band_attention``, ``document_attention`` and ``scored_attention``
+    of this project."""
     targets = (
         aten.scaled_dot_product_attention.default,
         ops.band_attention.default,
@@ -237,9 +234,9 @@ def read_heads_once(block: Block) -> bool:
 
 
 def _reduce_head_copies(block: Block, target: Any, tp: int) -> bool:
-    """Let the attention operators ``target`` in the graph of ``block`` read fewer copies of key and value heads, in
-    place. Each head then appears as often as needed to split the heads evenly over ``tp`` ranks. Return whether
-    anything changed. ``block``: a piece of the model such as a layer."""
+    """Let the operators ``target``, which are attention, read fewer copies of key and value heads in the graph of
+    ``block`` (a piece of the model such as a layer), in place. As many copies stay as are needed to split the heads
+    evenly over ``tp`` ranks. Return whether anything changed."""
     changed = False
     for node in list(block.graph.nodes):
         if node.op != "call_function" or node.target is not target:
@@ -260,8 +257,8 @@ def _reduce_head_copies(block: Block, target: Any, tp: int) -> bool:
 
 
 def _append_repeated_heads(graph: fx.Graph, value: fx.Node, times: int) -> fx.Node:
-    """Append operators to ``graph`` that compute ``value``, a node with keys or values whose heads the model
-    repeats, so that each head appears ``times`` times only. Return the node of the result."""
+    """Append operators to ``graph`` that compute ``value``, a node with keys or values whose heads the model repeats,
+    with only ``times`` copies of each head. Return the node of the result."""
     found = match_repeated_heads(value)
     assert found is not None, value
     made = found.build(graph)

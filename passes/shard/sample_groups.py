@@ -1,15 +1,15 @@
-"""Define a step as the mean over groups of consecutive samples, and derive the model of one group and its share of the
-mean.
+"""Define a training step as the mean over groups of consecutive samples, and derive the model of one group and its
+share of the mean.
 
-This serves models whose samples interact, as in batch statistics or contrastive losses: samples of different groups do
-not interact. Requires: a captured graph in normal form, of one group. Provides: an equivalent graph whose loss, and
-whose results without a dim of samples, are the group's share of the mean over all groups. Random numbers are drawn by
-the index of the group, so they do not depend on the rank or microbatch that computes it.
+This is for models whose samples interact, as in batch statistics or contrastive losses: only samples of the same group
+interact. Requires: a captured graph in normal form, of one group. Provides: an equivalent graph whose loss, and whose
+results without a dim of samples, are the group's share of the mean over all groups. Random numbers are drawn by the
+index of the group, so they do not depend on the rank or microbatch that computes it.
 
-Buffers that forward changes are recurrences over the groups. If a buffer becomes ``a * old + b``, with a number ``a``
-and a ``b`` that depends on no such buffer (running statistics, averages, counters, the last group's values), the
-recurrence is replaced by a sum: after groups 0 to n - 1 the buffer is ``a^n * old`` plus the sum of ``a^(n - 1 - i) *
-b_i``. Each group computes its addend, on any rank and in any order.
+Buffers that forward changes are recurrences over the groups. If the new value of a buffer is ``a * old + b``, with a
+number ``a`` and a ``b`` that does not depend on such buffers (running statistics, averages, counters, the last group's
+values), the recurrence is replaced by a sum: after groups 0 to n - 1 the buffer is ``a^n * old`` plus the sum of ``a^(n
+- 1 - i) * b_i``. The addends are computed on any rank and in any order.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ _SAME = (aten.detach.default, aten.alias.default, aten.clone.default)
 
 @dataclass
 class Recurrences:
-    """The buffers that the model's forward changes in a training step that computes several groups of samples.
-    ``updates``: buffer name -> name of the node with its new value or, if the buffer is a sum over the groups, with the
-    addend of one group. ``keeps``: name of each buffer that is such a sum -> number by which its old value is
+    """The buffers that forward changes in a training step of several groups of samples.
+
+    ``updates``: buffer name -> name of the node with its new value; for a buffer that is a sum over the groups, the
+    node with the addend of one group. ``keeps``: name of each such buffer -> number by which its old value is
     multiplied, once per step, before the addends are added.
     """
 
@@ -47,13 +48,14 @@ class Recurrences:
 
 def rewrite_buffer_recurrences(group: Captured, num_groups: int, sample_nodes: Collection[fx.Node]) -> Recurrences:
     """Rewrite the buffer updates in the graph of ``group``, the model of one group of samples, in place, so that groups
-    need not run one after the other: a buffer that becomes ``a * old + b``, with a number ``a``, gets an addend from
-    each group, and the addends may be added in any order. Return the new updates.
+    can run in any order. If the new value of a buffer is ``a * old + b``, with a number ``a``, each group computes an
+    addend, and the new value is a sum of the addends. Return the new updates.
 
     ``num_groups``: the number of groups in a step. ``sample_nodes``: the nodes whose values differ between groups,
     because they depend on samples or random numbers. Raise :class:`UnsupportedError` for a buffer whose new value is
-    not ``a * old + b``, whose old value forward uses for anything else, or whose dtype does not allow the sum
-    (booleans; integers if ``a`` is neither 0 nor 1)."""
+    not ``a * old + b``, whose old value forward also uses otherwise, or whose dtype does not allow the sum (booleans;
+    integers if ``a`` is neither 0 nor 1).
+    """
     found = Recurrences(dict(group.updates))
     if num_groups == 1 or not group.updates:
         return found
@@ -104,7 +106,7 @@ _KIND = "contributions of groups of type {kind} cannot be added up"
 
 def _format_buffer_refusal(state: ModelState, reason: str) -> str:
     """Return an error message: the buffer ``state`` would get a wrong value, because a plan computes groups of samples
-    at the same time, and not one after the other as the model expects. ``reason``: the reason."""
+    at the same time, not one after the other as the model expects. ``reason``: why this changes the value."""
     return (
         f"forward changes the buffer {state.name!r}: with couple='microbatch' each group of samples changes "
         f"it after the previous group, and {reason}; plan with couple='batch', or keep the buffer unchanged "
@@ -113,7 +115,8 @@ def _format_buffer_refusal(state: ModelState, reason: str) -> str:
 
 
 def _format_source_line(node: fx.Node | None) -> str:
-    """Return a text such as ``" (model.py:12)"`` with the source line of ``node``; an empty text if it is not known."""
+    """Return a text such as ``" (model.py:12)"`` with the source line of ``node``; an empty text if the line is not
+    known."""
     source = node.meta.get("source") if node is not None else None
     return f" ({source})" if source else ""
 
@@ -131,11 +134,11 @@ def _collect_dependent_nodes(old: fx.Node, output: fx.Node) -> set[fx.Node]:
 
 
 def _find_linear_factor(node: Any, old: fx.Node | None, chain: Collection[fx.Node]) -> float | None:
-    """Return the number ``a`` if the value of ``node`` has the form ``a * old + b``, where ``b`` does not depend on
-    ``old``; return ``None`` otherwise.
+    """If the value of ``node`` has the form ``a * old + b``, where ``b`` does not depend on ``old``, return the number
+    ``a``; otherwise return ``None``.
 
-    ``node``: an operator node. ``old``: the node with a buffer's old value; ``None`` if the model's forward does not
-    read it. ``chain``: all nodes that depend on ``old``.
+    ``node``: an operator node. ``old``: the node of a buffer's old value; ``None`` if forward does not read it.
+    ``chain``: all nodes that depend on ``old``.
     """
     if node is old:
         return 1.0
@@ -168,12 +171,14 @@ def _find_linear_factor(node: Any, old: fx.Node | None, chain: Collection[fx.Nod
 def _build_group_addend(
     graph: fx.Graph, new: fx.Node, old: fx.Node | None, chain: Collection[fx.Node], factor: float, num_groups: int
 ) -> fx.Node:
-    """Append operators to ``graph``, the model of one group of samples, that compute what the group adds to a buffer,
-    and return the node of the result. If the buffer's new value is ``factor * old + b``, the addend of group ``i``
-    (from 0) is ``factor**(num_groups - 1 - i) * b``: the buffer after all groups is the sum of the addends plus
-    ``factor**num_groups`` times its old value. An operator in the graph gives ``i`` when the group is run. ``new``,
-    ``old``: the nodes of the new and the old value; ``old`` is ``None`` if the model's forward does not read it.
-    ``chain``: all nodes that depend on ``old``. ``num_groups``: the number of groups in a step.
+    """Append operators to ``graph``, the model of one group of samples, that compute the group's addend of a buffer,
+    and return the node of the result.
+
+    If the buffer's new value is ``factor * old + b``, the addend of group ``i`` (from 0, known when the group runs) is
+    ``factor**(num_groups - 1 - i) * b``: after all groups, the buffer is the sum of the addends plus
+    ``factor**num_groups`` times its old value. ``new``, ``old``: the nodes of the new and the old value; ``old`` is
+    ``None`` if forward does not read the buffer. ``chain``: all nodes that depend on ``old``. ``num_groups``: the
+    number of groups in a step.
     """
     build = Builder(graph, new)
     if old is not None and new in chain:
@@ -196,13 +201,13 @@ def _build_group_addend(
 
 @dataclass(frozen=True)
 class GroupModel:
-    """The model of one group of consecutive samples of the batch, and how inputs are cut into groups and results of
-    groups are combined.
+    """The model of one group of consecutive samples, and how inputs are cut into groups and results of groups are
+    combined.
 
     ``captured``: the model of one group as one graph. ``inputs``: path of each input in the arguments of forward ->
-    index of its dim of samples; ``None`` if every group reads the whole input. ``outputs``: path of each output in
-    the result of forward -> layout: sharded if the groups' results are concatenated along a dim, partial if they are
-    added, replicated if they are equal.
+    index of its dim of samples; ``None`` if every group reads the whole input. ``outputs``: path of each output in the
+    result of forward -> layout: sharded if the groups' results are concatenated along a dim, partial if they are added,
+    replicated if they are equal.
     """
 
     captured: Captured
@@ -210,8 +215,8 @@ class GroupModel:
     outputs: dict[str, Layout]
 
     def whole_shape(self, path: str, count: int) -> tuple[int, ...]:
-        """Return the shape of an input of the model for ``count`` groups of samples together. Its dim of samples is
-        ``count`` times as large as for one group. ``path``: the path of the input in the arguments of forward."""
+        """Return the shape of an input of the model for ``count`` groups of samples: the dim of samples is ``count``
+        times as large as for one group. ``path``: the path of the input in the arguments of forward."""
         part = next(i.spec.shape for i in self.captured.inputs if i.path == path)
         return tuple(size * count if d == self.inputs[path] else size for d, size in enumerate(part))
 
@@ -219,14 +224,15 @@ class GroupModel:
 def average_over_groups(
     group: Captured, dims: Mapping[str, int | None], num_groups: int, capture_twice: Callable[[], Captured]
 ) -> GroupModel:
-    """Return the model of one group of consecutive samples, whose loss is its share of the mean over ``num_groups``
-    groups. Results with a dim of samples are concatenated along it. Other results are averaged, or left alone if they
-    depend on no sample.
+    """Return the model of one group of consecutive samples, whose loss is the group's share of the mean over
+    ``num_groups`` groups. Results with a dim of samples are concatenated along this dim. Other results are averaged, or
+    left unchanged if they do not depend on samples.
 
     ``group``: the captured model of one group; samples of different groups do not interact. ``dims``: path of an input
     -> index of its dim of samples (0 if absent); ``None`` if every group reads the whole input. ``capture_twice``:
     captures the model with twice the samples, which shows the dims of samples in its results. Raise
-    :class:`UnsupportedError` for a result or changed buffer that cannot be combined in these ways."""
+    :class:`UnsupportedError` for a result or changed buffer that cannot be combined in these ways.
+    """
     inputs = {i.path: dims.get(i.path, 0) if i.spec.shape else None for i in group.inputs}
     nodes = {n.name: n for n in group.graph.nodes}
     apart = _find_sample_dependent_nodes(group, {p for p, dim in inputs.items() if dim is not None})
@@ -257,8 +263,8 @@ def average_over_groups(
 
 
 def _map_result_shapes(captured: Captured) -> dict[str, list[int]]:
-    """Return the shapes of the outputs: path of an output in the result of forward -> shape. ``captured``: the model as
-    one graph."""
+    """Return a dict: path of an output in the result of forward -> shape of the output. ``captured``: the model as one
+    graph."""
     by_name = {n.name: n for n in captured.graph.nodes}
     return {o.path: list_node_sizes(by_name[o.value]) for o in captured.outputs if o.value is not None}
 
@@ -278,13 +284,14 @@ def _find_sample_dependent_nodes(captured: Captured, paths: Collection[str]) -> 
 
 
 def _find_output_layout(path: str, node: fx.Node, larger: list[int] | None, depends_on_samples: bool) -> Layout:
-    """Return how the results of groups of samples for the model's output ``node`` are combined into the result of the
-    batch, as a layout: sharded if they are concatenated along a dim, partial if they are added, replicated if they are
-    equal in all groups. Raise :class:`UnsupportedError` if they cannot be combined.
+    """Return how the values of the model's output ``node`` for different groups of samples are combined, as a layout:
+    sharded if they are concatenated along a dim, partial if they are added, replicated if they are equal in all groups.
+    Raise :class:`UnsupportedError` if they cannot be combined.
 
-    ``path``: the path of the output in the result of forward, for messages. ``larger``: the shape of the output with
-    twice the samples, in which the dim of samples differs; ``None`` if it is not known. ``depends_on_samples``: whether
-    the output depends on samples."""
+    ``path``: the path of the output in the result of forward, for error messages. ``larger``: the shape of the output
+    with twice the samples, which differs in the dim of samples; ``None`` if unknown. ``depends_on_samples``: whether
+    the output depends on samples.
+    """
     one = list_node_sizes(node)
     if larger is not None and len(larger) != len(one):
         raise UnsupportedError(
@@ -308,8 +315,8 @@ def _find_output_layout(path: str, node: fx.Node, larger: list[int] | None, depe
 
 
 def _divide_by_group_count(graph: fx.Graph, nodes: Collection[fx.Node], num_groups: int) -> dict[str, str]:
-    """Divide each of ``nodes``, which are outputs of ``graph``, by ``num_groups``, in place. Return a dict: old node
-    name -> new node name."""
+    """Divide the outputs ``nodes`` of ``graph`` by ``num_groups``, in place. Return a dict: old node name -> new node
+    name."""
     if num_groups == 1:
         return {}
     output = graph.output_node()
@@ -323,9 +330,9 @@ def _divide_by_group_count(graph: fx.Graph, nodes: Collection[fx.Node], num_grou
 
 
 def _separate_random_draws(graph: fx.Graph, num_groups: int) -> None:
-    """Make the random operators of ``graph``, the graph of one group of samples, draw other numbers for each group,
-    in place. Their numbers follow from element indices, so the number of elements of all earlier groups is added to
-    the indices. ``num_groups``: the number of groups in a step."""
+    """Change ``graph``, the graph of one group of samples, in place, so that random operators draw different numbers
+    for each group. Random numbers are functions of element indices, so the number of elements of all earlier groups is
+    added to the indices. ``num_groups``: the number of groups in a step."""
     for node in list(graph.nodes) if num_groups > 1 else ():
         if node.target not in DRAWS:
             continue

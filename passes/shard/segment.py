@@ -1,9 +1,10 @@
-"""Cut a flat graph into units: runs of consecutive operators that become the calls (such as layers) of a folded model.
+"""Cut a flat graph into units: groups of consecutive operators that become the calls (such as layers) of a folded
+model.
 
-Requires: ``stack`` on every operator (the module calls around it). Provides: units in execution order. A unit is one
-call of a module. If modules are repeated, units are the outermost repeated modules; otherwise, they are the smallest
-modules in a container. Operators between them, and modules without parameters, are added to a neighbour, so that
-repeated units stay equal.
+Requires: ``node.meta["stack"]`` of every operator (the module calls that enclose it). Provides: units in execution
+order. A unit is one call of a module. If modules are repeated, units are the outermost repeated modules; otherwise,
+they are the smallest modules in a container. Operators between units, and modules without parameters, are added to a
+neighbouring unit, so that repeated units stay equal.
 
 :func:`split_by_period` finds repetition that no module structure shows: layers that are written out in one ``forward``.
 """
@@ -23,17 +24,17 @@ from torch import Tensor, fx
 from partitioner.passes.ir.value_numbering import compute_signature
 from partitioner.passes.products import is_product_name
 
-_CANDIDATES = 16  # number of periods that are tried
+_CANDIDATES = 16  # number of periods to try
 
-_SHARE = 0.5  # least share of the operators that must be in the repetition
+_SHARE = 0.5  # minimum share of the operators that the repetition must cover
 
 
 def split_by_period(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
     """Cut ``nodes`` (operators, in order) into the repetitions of their most repeated pattern, such as layers that are
-    written out one after the other, and return the pieces in order.
+    written out one after the other. Return the pieces in order.
 
-    The cuts are placed where the fewest values cross them. All operators are one piece if no pattern covers at least
-    half of them.
+    The cuts are placed where the fewest values cross them. If no pattern covers at least half of the operators, the
+    result is a single piece.
     """
     tokens = _number_operators(nodes)
     best = max((_find_longest_repetition(tokens, p) for p in _find_frequent_periods(tokens)), default=(0, 0, 0))
@@ -49,14 +50,15 @@ def split_by_period(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _number_operators(nodes: Sequence[fx.Node]) -> np.ndarray[Any, Any]:
-    """Return an array with an integer for each of the operators ``nodes``. Integers are equal for operators with equal
-    targets, constants and shapes."""
+    """Return an array with an integer for each operator in ``nodes``. Operators with equal targets, constants and
+    shapes have equal integers."""
     numbers: dict[Any, int] = {}
     return np.array([numbers.setdefault(_build_operator_key(n), len(numbers)) for n in nodes])
 
 
 def _build_operator_key(node: fx.Node) -> Any:
-    """Return a hashable key of ``node`` that is equal for operators with equal targets, constants and shapes."""
+    """Return a hashable key of the operator ``node``. Operators with equal targets, constants and shapes have equal
+    keys."""
     operands = tuple((n.op, _build_shape_key(n)) for n in node.all_input_nodes)
     constants = repr(fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: None))
     return node.target, constants, operands, _build_shape_key(node)
@@ -72,8 +74,8 @@ def _build_shape_key(node: fx.Node) -> Any:
 
 
 def _find_frequent_periods(tokens: np.ndarray[Any, Any]) -> list[int]:
-    """Return the most frequent distances between neighbouring equal elements of ``tokens``, most frequent first.
-    They are candidates for the number of operators in a repeated layer. ``tokens``: a vector with an integer for
+    """Return the most frequent distances between neighbouring equal elements of ``tokens``, most frequent first. These
+    distances are candidates for the number of operators in a repeated layer. ``tokens``: a vector with an integer for
     each operator, equal for equal operators."""
     last: dict[int, int] = {}
     distances: Counter[int] = Counter()
@@ -85,8 +87,8 @@ def _find_frequent_periods(tokens: np.ndarray[Any, Any]) -> list[int]:
 
 
 def _find_longest_repetition(tokens: np.ndarray[Any, Any], period: int) -> tuple[int, int, int]:
-    """Return (length, start, ``period``) of the longest stretch of ``tokens`` that repeats itself after ``period``
-    elements. Length and start are numbers of elements; the length is 0 if there is no such stretch.
+    """Return (length, start, ``period``) of the longest range of ``tokens`` that repeats with the period ``period``.
+    Length and start are numbers of elements; the length is 0 if there is no such range.
 
     ``tokens``: a vector with an integer for each operator, equal for equal operators.
     """
@@ -100,8 +102,9 @@ def _find_longest_repetition(tokens: np.ndarray[Any, Any], period: int) -> tuple
 
 
 def _count_crossing_values(nodes: Sequence[fx.Node]) -> list[int]:
-    """Return, for each position in the list of operators ``nodes`` and for its end, how many values are computed before
-    the position and read at or after it. If the graph is cut there, this many values pass from one part to the next."""
+    """Return a list with the number of values that cross each position in the list of operators ``nodes`` (and its
+    end): values computed before the position and read at or after it. If the graph is cut there, these values pass from
+    one part to the next."""
     place = {n: i for i, n in enumerate(nodes)}
     change = [0] * (len(nodes) + 1)
     for i, node in enumerate(nodes):
@@ -126,9 +129,9 @@ _DOMINANT = 0.5  # share of a module's work that repeated children must do to co
 class OperatorGroup:
     """A group of consecutive operators that becomes one call of the model, such as the run of one layer.
 
-    ``path``: the path of the module that they belong to. ``nodes``: the operators. ``connects_modules``: whether they
-    lie between the modules that become calls of their own, and read no parameter; such operators are later added to a
-    neighbouring group. ``leaf``: whether they are the call of one module without submodules that have parameters.
+    ``path``: the path of the module of the operators. ``nodes``: the operators. ``connects_modules``: whether the
+    operators lie between the modules that become calls and read no parameter; they are later added to a neighbouring
+    group. ``leaf``: whether the group is the call of a module without submodules that have parameters.
     """
 
     path: str
@@ -142,20 +145,20 @@ class _ModuleCall:
     """One call of a module, with its operators and its calls of submodules.
 
     ``name``: the module's path, with ``@`` and a number appended for a repeated call. ``class_name``: the name of the
-    module's class. ``parent``: the call that encloses it; ``None`` for the call of the whole model. ``children``: the
-    calls of submodules by name, in order. ``nodes``: all operators inside, in order. ``parameters``: how often its
-    operators read a parameter. ``work``: a rough number of arithmetic operations. ``key``: an integer that is equal for
-    calls of equal structure.
+    module's class. ``parent``: the enclosing call; ``None`` for the call of the whole model. ``children``: name -> call
+    of a submodule, in order. ``nodes``: all operators inside, in order. ``parameters``: how often the operators read a
+    parameter. ``work``: a rough number of arithmetic operations. ``key``: an integer that is equal for calls of equal
+    structure.
     """
 
     name: str
     class_name: str
     parent: _ModuleCall | None
     children: dict[str, _ModuleCall] = field(default_factory=dict)
-    nodes: list[fx.Node] = field(default_factory=list)  # all operators inside, in order
+    nodes: list[fx.Node] = field(default_factory=list)
     parameters: int = 0
     work: float = 0.0
-    key: int = 0  # equal for calls of equal structure
+    key: int = 0
 
     @property
     def path(self) -> str:
@@ -163,24 +166,20 @@ class _ModuleCall:
 
     @property
     def list_prefix(self) -> str | None:
-        """Return the path of the list that holds the module: ``model.layers`` for ``model.layers.3``; ``None`` if it
-        is in no list.
-        """
+        """Return the path of the list that holds the module, such as ``model.layers`` for ``model.layers.3``; ``None``
+        if no list holds it."""
         prefix, _, last = self.path.rpartition(".")
         return prefix if last.isdigit() else None
 
     @property
     def parts(self) -> list[_ModuleCall]:
-        """Return the calls of submodules inside of this module call that read parameters, in order."""
+        """Return the calls of direct submodules that read parameters, in order."""
         return [c for c in self.children.values() if c.parameters]
 
 
 def segment_operators(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> list[OperatorGroup]:
-    """Return ``nodes`` (operators, in order) cut into consecutive groups, each of which becomes a call of the model,
-    such as the run of one layer.
-
-    Every node is in exactly one group. ``classes``: module path -> class name.
-    """
+    """Cut ``nodes`` (operators, in order) into consecutive groups, each of which becomes a call of the model, such as
+    the run of one layer. Every node is in exactly one group. ``classes``: module path -> class name."""
     root = _call_tree(nodes, classes)
     atoms: list[_ModuleCall] = []
     _collect_unit_calls(root, atoms)
@@ -195,8 +194,8 @@ def segment_operators(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> l
 
 
 def _call_tree(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> _ModuleCall:
-    """Return the call of the whole model, with the calls of its submodules and their operators inside. ``nodes``:
-    the operators, in order. ``classes``: module path -> class name."""
+    """Return the module call of the whole model, which contains the calls of its submodules and their operators.
+    ``nodes``: the operators, in order. ``classes``: module path -> class name."""
     root = _ModuleCall("", "", None)
     for node in nodes:
         work = _estimate_operator_work(node)
@@ -219,8 +218,7 @@ def _is_parameter(node: fx.Node) -> bool:
 
 
 def _estimate_operator_work(node: fx.Node) -> float:
-    """Return a rough number of arithmetic operations of the operator ``node``, from the shapes of its operands and
-    results."""
+    """Return a rough number of arithmetic operations of the operator ``node``, estimated from shapes."""
     value = node.meta["val"]
     result = sum(math.prod(v.shape) for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, Tensor))
     if not is_product(node):
@@ -241,9 +239,9 @@ def is_product(node: fx.Node) -> bool:
 
 # --- which module calls are units -------------------------------------------------------------------------------------
 def _collect_unit_calls(call: _ModuleCall, atoms: list[_ModuleCall]) -> None:
-    """Choose the module calls inside of ``call`` that each become a call of the folded model, such as one for each
-    layer, and append them to ``atoms``. The folded model is a sequence of calls of graphs that equal layers share. A
-    submodule that contains the repeated layers is not chosen, but searched in turn."""
+    """Choose the module calls inside of ``call`` that become calls of the folded model, such as one for each layer, and
+    append them to ``atoms``. A submodule that contains the repeated layers is not chosen; its submodules are searched
+    instead."""
     parts = call.parts
     for part in parts:
         part.key = hash(compute_signature(part.nodes).key)
@@ -262,9 +260,9 @@ def _collect_unit_calls(call: _ModuleCall, atoms: list[_ModuleCall]) -> None:
 
 
 def _is_unit_container(call: _ModuleCall) -> bool:
-    """Return whether the module of ``call``, which occurs once in the model, is only a container of the layers. Each of
-    its submodules then becomes a call of the folded model, instead of the module as a whole. This is so if the module,
-    or a submodule, holds a list of modules that run one after the other."""
+    """Return whether the module of ``call``, which occurs once in the model, only contains the layers: its submodules,
+    instead of the module itself, then become calls of the folded model. This is the case if the module, or a submodule,
+    holds a list of modules that run one after the other."""
     parts = call.parts
     if not parts:
         return False
@@ -275,10 +273,10 @@ def _is_unit_container(call: _ModuleCall) -> bool:
 
 
 def _measure_longest_chain(call: _ModuleCall) -> int:
-    """Return how many calls of equal submodules, each of which reads a result of the one before, are inside of the
-    module call ``call``. Such a chain is typically the layers of the model. Chains count only if they do at least half
-    of the work of the call that encloses them. A submodule that does at least half of the work of its parent is
-    searched in turn, and the largest number is returned; 0 if there is no chain."""
+    """Return the length of the longest chain of calls of equal submodules inside of the module call ``call``, such as
+    the layers of the model; 0 if there is none. In a chain, each call reads a result of the one before. A chain counts
+    only if it does at least half of the work of the call that encloses it, and only submodules that do at least half of
+    the work of their parent are searched."""
     groups: dict[int, list[_ModuleCall]] = {}
     for part in call.parts:
         groups.setdefault(hash(compute_signature(part.nodes).key), []).append(part)
@@ -290,8 +288,8 @@ def _measure_longest_chain(call: _ModuleCall) -> int:
 
 
 def _is_call_chain(calls: Sequence[_ModuleCall]) -> bool:
-    """Return whether each module call in ``calls`` reads, directly or indirectly, a result of the call before it in
-    the list."""
+    """Return whether each module call in ``calls`` reads, directly or indirectly, a result of its predecessor in the
+    list."""
     for before, after in itertools.pairwise(calls):
         last = after.nodes[-1]
         reached = set(before.nodes)
@@ -312,8 +310,8 @@ def _is_call_chain(calls: Sequence[_ModuleCall]) -> bool:
 
 # --- runs and glue ----------------------------------------------------------------------------------------------------
 def _group_nodes_by_call(nodes: Sequence[fx.Node], owner: Mapping[fx.Node, _ModuleCall]) -> list[OperatorGroup]:
-    """Return ``nodes``, operators in order, cut into groups of consecutive operators that belong to the same module
-    call, or to none. ``owner``: operator -> the module call that it belongs to."""
+    """Cut ``nodes``, operators in order, into groups of consecutive operators that belong to the same module call or to
+    none. ``owner``: operator -> the module call that it belongs to."""
     units: list[OperatorGroup] = []
     current: Any = ()
     for node in nodes:
@@ -333,7 +331,7 @@ def _group_nodes_by_call(nodes: Sequence[fx.Node], owner: Mapping[fx.Node, _Modu
 
 
 def _get_innermost_path(node: fx.Node) -> str:
-    """Return the name of the innermost module call that encloses the operator ``node``; an empty text if there is
+    """Return the name of the innermost module call that encloses the operator ``node``; an empty string if there is
     none."""
     stack = node.meta.get("stack", ())
     return stack[-1] if stack else ""
@@ -341,11 +339,10 @@ def _get_innermost_path(node: fx.Node) -> str:
 
 def _merge_connecting_operators(units: list[OperatorGroup]) -> list[OperatorGroup]:
     """Merge the operators between modules (groups with ``connects_modules``) into a neighbouring group, and return the
-    new list of groups. Equal groups, such as equal layers, must stay equal: operators are added to the group before
-    them if that group has no equal, or if the same operators also follow more than half of its equals. Otherwise they
-    are added to the group behind them if that group has no equal. Otherwise they become a group of their own.
-    ``units``: consecutive groups of operators, such as layers.
-    """
+    new list of groups. Equal groups, such as equal layers, must stay equal. The operators are therefore added to the
+    previous group if it has no equal groups, or if the same operators follow more than half of its equal groups.
+    Otherwise, they are added to the next group if it has no equal groups. Otherwise, they become a group of their own.
+    ``units``: consecutive groups of operators, such as layers."""
     keys = [hash(compute_signature(u.nodes).key) for u in units]
     counts = Counter(k for u, k in zip(units, keys, strict=True) if not u.connects_modules)
     repeated = [not u.connects_modules and not u.leaf and counts[k] > 1 for u, k in zip(units, keys, strict=True)]
@@ -353,8 +350,8 @@ def _merge_connecting_operators(units: list[OperatorGroup]) -> list[OperatorGrou
         (keys[i], keys[i + 1]) for i in range(len(units) - 1) if repeated[i] and units[i + 1].connects_modules
     )
     merged: list[OperatorGroup] = []
-    before: list[fx.Node] = []  # glue that waits for the next unit
-    last: int | None = None  # the unit that merged[-1] started from
+    before: list[fx.Node] = []  # connecting operators that will be added to the next unit
+    last: int | None = None  # index of the unit with which merged[-1] started
     for i, unit in enumerate(units):
         if not unit.connects_modules:
             merged.append(OperatorGroup(unit.path, [*before, *unit.nodes]))

@@ -3,7 +3,7 @@ collectives.
 
 A block is a piece of the model with one graph, such as a layer. Requires: values and ``grad`` marks on every node.
 Provides: the block as one rank runs it. Each change of a tensor's layout is inserted once and shared by all readers.
-The pass is applied once per axis; the next axis sees a smaller graph.
+The pass is applied once per mesh axis; for the next axis, the graph already has local shapes.
 
 :func:`fuse_bias` merges a bias with the matrix product that it directly follows, which the normal form had separated.
 Requires: a local graph (after the last :func:`shard_block`). Provides: an equivalent graph with fewer operators.
@@ -33,15 +33,15 @@ aten = torch.ops.aten
 class Reshard:
     """The collectives that change a tensor from one layout to another.
 
-    ``forward``: the name of the collective that forward runs on the tensor, such as ``all_gather``. ``backward``:
-    the one that backward runs on its gradient. ``None`` means no communication.
+    ``forward``: the name of the collective that forward runs on the tensor, such as ``all_gather``. ``backward``: the
+    name of the collective that backward runs on the gradient. ``None`` means no communication.
     """
 
     forward: str | None
     backward: str | None
 
 
-# (from, to) -> collectives; an absent pair is not possible. A shard that stays on its dim needs no reshard.
+# (from, to) -> collectives; absent pairs are impossible. A shard of the same dim needs no reshard.
 RESHARDS: dict[tuple[str, str], Reshard] = {
     ("S", "S"): Reshard("all_to_all", "all_to_all"),
     ("S", "R"): Reshard("all_gather", None),
@@ -65,9 +65,9 @@ class BlockSharding:
     """The layouts of all tensors of one block (a piece of the model with one graph, such as a layer) on one mesh axis.
     A layout says whether a tensor is sharded along a dim, replicated, or a partial sum.
 
-    ``strategies``: node name of each operator -> layouts of its operands and results. ``inputs``, ``states``:
-    placeholder name -> layout, for activations, and for parameters, buffers and constants. ``outputs``: the layouts
-    of the outputs, in order.
+    ``strategies``: node name of each operator -> layouts of its operands and results. ``inputs``: placeholder name ->
+    layout, for activations. ``states``: placeholder name -> layout, for parameters, buffers and constants. ``outputs``:
+    the layouts of the outputs, in order.
     """
 
     strategies: dict[str, Strategy]
@@ -77,17 +77,16 @@ class BlockSharding:
 
     @property
     def key(self) -> Hashable:
-        """Return a hashable key of these layouts of all tensors of a block (a piece of the model, such as a layer).
-        Keys are equal for equal layouts."""
+        """Return a hashable key of these layouts. Equal layouts have equal keys."""
         return *(tuple(of.items()) for of in (self.strategies, self.inputs, self.states)), self.outputs
 
 
 def shard_block(block: Block, sharding: BlockSharding, axis: str, num_ranks: int) -> Block:
-    """Return ``block``, a piece of the model such as a layer, as one rank of the mesh axis ``axis`` runs it: its graph
-    has the shapes of the rank's shards, and explicit collectives.
+    """Return ``block``, a piece of the model such as a layer, as one rank of the mesh axis ``axis`` runs it: the graph
+    has the shapes of the rank's shards and explicit collectives.
 
-    ``sharding``: the layouts of all tensors of the block on this axis. ``num_ranks``: the size of the axis; if it is
-    1, ``block`` itself is returned.
+    ``sharding``: the layouts of all tensors of the block on this axis. ``num_ranks``: the size of the axis; if it is 1,
+    ``block`` itself is returned.
     """
     if num_ranks == 1:
         return block
@@ -105,12 +104,12 @@ def shard_block(block: Block, sharding: BlockSharding, axis: str, num_ranks: int
 
 
 class _Rewriter:
-    """Builds the graph that one rank of a mesh axis runs from the graph for whole tensors, with collectives where a
-    layout changes.
+    """Converts a graph for whole tensors to the graph that one rank of a mesh axis runs, with collectives where layouts
+    change.
 
-    ``axis``, ``num_ranks``: the name of the mesh axis and its size. ``graph``: the graph of one rank. ``made``:
-    (node of the graph for whole tensors, layout) -> node of the rank's graph that has this value in this layout.
-    ``produced``: node of the graph for whole tensors -> layouts in which its results are computed.
+    ``axis``, ``num_ranks``: the name of the mesh axis and its size. ``graph``: the graph of one rank. ``made``: (node
+    of the graph for whole tensors, layout) -> node of the rank's graph that has this value in this layout.
+    ``produced``: node of the graph for whole tensors -> layouts of its results when they are computed.
     """
 
     def __init__(self, axis: str, num_ranks: int) -> None:
@@ -122,8 +121,8 @@ class _Rewriter:
         self.produced: dict[fx.Node, tuple[Layout, ...]] = {}
 
     def add_placeholder(self, node: fx.Node, layout: Layout) -> None:
-        """Append a placeholder to the graph of one rank, for ``node``, a placeholder of the graph for whole tensors.
-        ``layout``: the layout of the tensor, which gives the shape of the rank's part."""
+        """Append a placeholder to the graph of one rank. ``node``: the placeholder in the graph for whole tensors.
+        ``layout``: the layout of the tensor, which determines the shape of the rank's part."""
         local = self.graph.create_node("placeholder", node.name, name=node.name)
         local.meta.update(node.meta)
         shape = local_shape(layout, tuple(node.meta["val"].shape), self.num_ranks)
@@ -132,8 +131,8 @@ class _Rewriter:
         self.made[node, layout] = local
 
     def add_operator(self, node: fx.Node, strategies: dict[str, Strategy]) -> None:
-        """Append the operators that one rank runs for ``node``, an operator of the graph for whole tensors.
-        ``strategies``: node name of an operator -> layouts of its operands and results."""
+        """Append to the graph of one rank the operators that replace ``node``, an operator of the graph for whole
+        tensors. ``strategies``: node name of an operator -> layouts of its operands and results."""
         if node.target is operator.getitem:
             source, index = node.args
             assert isinstance(source, fx.Node) and isinstance(index, int)
@@ -151,15 +150,15 @@ class _Rewriter:
 
     def read_in_layout(self, node: fx.Node, to: Layout) -> fx.Node:
         """Return the node in the graph of one rank that has the value of ``node`` (a node of the graph for whole
-        tensors) in the layout ``to``. Insert collectives if it was computed in another layout."""
+        tensors) in the layout ``to``. If the value was computed in another layout, insert collectives."""
         if (node, to) not in self.made:
             (layout,) = self.produced[node]
             self.made[node, to] = self.insert_reshard(node, self.made[node, layout], layout, to)
         return self.made[node, to]
 
     def insert_reshard(self, node: fx.Node, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Append the operators that change the layout of a tensor to the graph of one rank, and return the node of
-        the result. ``node``: the tensor's node in the graph for whole tensors, for messages. ``local``: the node of
+        """Append operators that change the layout of a tensor to the graph of one rank, and return the node of the
+        result. ``node``: the tensor's node in the graph for whole tensors, for error messages. ``local``: the node of
         the rank's part of the tensor. ``source``, ``to``: the layouts before and after."""
         assert (source.kind, to.kind) in RESHARDS, f"{node.name}: no way from {source} to {to}"
         return _STEPS[source.kind, to.kind](self, local, source, to)
@@ -167,8 +166,8 @@ class _Rewriter:
     # Each of the steps below appends nodes and returns the resharded value.
 
     def insert_collective(self, name: str, local: fx.Node, *args: object) -> fx.Node:
-        """Append a collective to the graph of one rank, and return its node. ``name``: the name of the collective,
-        such as ``all_gather``. ``local``: the node of its operand. ``args``: its further arguments."""
+        """Append a collective to the graph of one rank, and return the new node. ``name``: the name of the collective,
+        such as ``all_gather``. ``local``: the node of the operand. ``args``: further arguments."""
         return insert_operator_node(self.graph, getattr(ops, name).default, (local, *args), like=local)
 
     def reorder_to_rank_major(self, local: fx.Node, layout: Layout) -> fx.Node:
@@ -176,8 +175,8 @@ class _Rewriter:
         rank its shard of ``layout``. Return the node of the result. ``local``: the node of the whole tensor in the
         graph of one rank.
 
-        Only a layout with sections (parts of the dim that are each divided over all ranks) or a zigzag layout (each
-        rank has two pieces, one counted from each end of the dim) needs this; otherwise ``local`` is returned.
+        If ``layout`` has neither sections (parts of the dim that are each divided over all ranks) nor is zigzag (each
+        rank has one piece from each end of the dim), no reordering is needed, and ``local`` is returned.
         """
         if not layout.sections and not layout.zigzag:
             return local
@@ -186,12 +185,11 @@ class _Rewriter:
 
     def reorder_to_section_major(self, local: fx.Node, layout: Layout) -> fx.Node:
         """Append operators that reorder a gathered dim from the order of the ranks' shards to its original order.
-        Return the node of the result. Only a layout with sections (parts of the dim that are each divided over all
-        ranks) or a zigzag layout (each rank has two pieces, one counted from each end of the dim) needs the reordering;
-        otherwise ``local`` is returned.
+        Return the node of the result. ``local``: the node of the gathered tensor in the graph of one rank. ``layout``:
+        the sharded layout before the gather.
 
-        ``local``: the node of the gathered tensor in the graph of one rank. ``layout``: the sharded layout before the
-        gather.
+        If ``layout`` has neither sections (parts of the dim that are each divided over all ranks) nor is zigzag (each
+        rank has one piece from each end of the dim), no reordering is needed, and ``local`` is returned.
         """
         if not layout.sections and not layout.zigzag:
             return local
@@ -202,42 +200,43 @@ class _Rewriter:
         return self.reorder_parts(local, layout.dim, [parts[piece] for piece in order], back)
 
     def reorder_parts(self, local: fx.Node, dim: int, parts: list[int], order: list[int]) -> fx.Node:
-        """Append operators that cut the dim ``dim`` of the node ``local`` into pieces and join them in another
-        order, and return the node of the result. ``parts``: the sizes of the pieces, in elements. ``order``: for
-        each place in the new order, the index of the piece."""
+        """Append operators that cut the dim ``dim`` of the node ``local`` into pieces and concatenate them in another
+        order. Return the node of the result. ``parts``: the sizes of the pieces, in elements. ``order``: the indices of
+        the pieces in the new order."""
         split = insert_operator_node(self.graph, aten.split_with_sizes.default, (local, parts, dim), like=local)
         pieces = [insert_operator_node(self.graph, operator.getitem, (split, i), like=local) for i in order]
         return insert_operator_node(self.graph, aten.cat.default, (pieces, dim), like=local)
 
     def gather_shards(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Append an all-gather of the shards of a tensor to the graph of one rank, and return the node of the whole
-        tensor. ``local``: the node of this rank's shard. ``source``: its sharded layout. ``to``: the layout of the
-        result, which is whole on every rank: ``R``, or ``R'`` if each rank computes a partial sum of the gradient,
-        so that backward needs a reduce-scatter."""
+        """Append an all-gather of a tensor's shards to the graph of one rank, and return the node of the whole tensor.
+        ``local``: the node of this rank's shard. ``source``: the sharded layout. ``to``: the layout of the result:
+        ``R`` (whole on every rank), or ``R'`` if each rank also computes a partial sum of the gradient, so that
+        backward needs a reduce-scatter."""
         grad = "reduce" if to.kind == "R'" else "slice"
         whole = self.insert_collective("all_gather", local, source.dim, self.axis, self.num_ranks, grad)
         return self.reorder_to_section_major(whole, source)
 
     def slice_whole(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Append the operator that takes this rank's shard of a tensor that is whole on every rank, and return its
+        """Append the operator that takes this rank's shard of a tensor that is whole on every rank, and return the new
         node. ``local``: the node of the whole tensor. ``source``: its layout: ``R``, or ``R'`` if each rank has a
-        partial sum of its gradient. ``to``: the sharded layout of the result."""
+        partial sum of the gradient. ``to``: the sharded layout of the result."""
         name = "shard_narrow" if source.kind == "R'" else "shard_slice"
         return self.insert_collective(name, self.reorder_to_rank_major(local, to), to.dim, self.axis, self.num_ranks)
 
     def scatter_partials(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Append a reduce-scatter of a tensor of which each rank has a partial sum, and return its node. ``local``:
-        the node of this rank's partial sum. ``source``: its layout. ``to``: the sharded layout of the result."""
+        """Append a reduce-scatter of the ranks' partial sums of a tensor, and return the new node. ``local``: the node
+        of this rank's partial sum. ``source``: its layout; unused. ``to``: the sharded layout of the result."""
         return self.insert_collective(
             "reduce_scatter", self.reorder_to_rank_major(local, to), to.dim, self.axis, self.num_ranks
         )
 
     def exchange_shards(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Append an all-to-all that changes which dim of a tensor is sharded, and return the node of the result. A dim
-        may consist of sections, each of which is divided over all ranks. If only these sections change and the dim does
-        not, append a gather and a slice instead.
+        """Append an all-to-all that changes the sharded dim of a tensor, and return the node of the result. If the dim
+        stays the same and only its sections change (parts of the dim that are each divided over all ranks), append an
+        all-gather and a slice instead.
 
-        ``local``: the node of this rank's shard. ``source``, ``to``: the sharded layouts before and after."""
+        ``local``: the node of this rank's shard. ``source``, ``to``: the sharded layouts before and after.
+        """
         if source.dim == to.dim:  # other sections of the same dim
             return self.slice_whole(self.gather_shards(local, source, REPLICATED), REPLICATED, to)
         local = self.reorder_to_rank_major(local, to)
@@ -245,39 +244,39 @@ class _Rewriter:
         return self.reorder_to_section_major(local, source)
 
     def reduce_partials(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Append an all-reduce of a tensor of which each rank has a partial sum, and return its node. ``local``: the
-        node of this rank's partial sum. ``source``: its layout. ``to``: the layout of the result, which is whole on
-        every rank: ``R``, or ``R'`` if each rank computes a partial sum of the gradient, so that backward needs an
-        all-reduce, too."""
+        """Append an all-reduce of the ranks' partial sums of a tensor, and return the new node. ``local``: the node of
+        this rank's partial sum. ``source``: its layout; unused. ``to``: the layout of the result: ``R`` (whole on every
+        rank), or ``R'`` if each rank also computes a partial sum of the gradient, so that backward needs an all-reduce,
+        too."""
         return self.insert_collective(
             "all_reduce", local, self.axis, self.num_ranks, "reduce" if to.kind == "R'" else "copy"
         )
 
     def copy_whole(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Append the collective ``copy``, which returns its operand unchanged and all-reduces its gradient in
-        backward, and return its node. ``local``: the node of a tensor that is whole on every rank. ``source``,
-        ``to``: the layouts before and after; they are not used."""
+        """Append the collective ``copy``, which returns its operand unchanged and all-reduces the gradient in backward.
+        Return the new node. ``local``: the node of a tensor that is whole on every rank. ``source``, ``to``: the
+        layouts before and after; unused."""
         return self.insert_collective("copy", local, self.axis, self.num_ranks)
 
     def make_partial_sums(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Append operators that turn a tensor that is whole on every rank into partial sums: each rank divides it by
-        the number of ranks. Return the node of the result. ``local``: the node of the whole tensor. ``source``,
-        ``to``: the layouts before and after."""
+        """Append operators that turn a tensor that is whole on every rank into partial sums: each rank divides the
+        tensor by the number of ranks. Return the node of the result. ``local``: the node of the whole tensor.
+        ``source``, ``to``: the layouts before and after."""
         if source.kind == "R" and local.meta.get("grad"):
             local = self.copy_whole(local, source, to)
         return insert_operator_node(self.graph, aten.mul.Tensor, (local, 1.0 / self.num_ranks), like=local)
 
     def keep_value(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Return ``local``, the node of this rank's part of a tensor, unchanged, because the change of its layout
-        from ``source`` to ``to`` needs no operator."""
+        """Return ``local``, the node of this rank's part of a tensor, unchanged: the change of the layout from
+        ``source`` to ``to`` needs no operator."""
         return local
 
 
 def _order_dim_pieces(layout: Layout, size: int, num_ranks: int) -> tuple[list[int], list[int]]:
-    """Return two lists for a dim that ``layout`` shards: the sizes, in elements, of the pieces into which it is cut, in
-    the order of the dim; and the indices of these pieces in the order in which the ranks hold them.
+    """Return two lists for a dim that ``layout`` shards: the sizes, in elements, of the pieces into which the dim is
+    cut, in the order of the dim; and the indices of these pieces, sorted by the rank that holds them.
 
-    ``size``: the number of elements of the dim. ``num_ranks``: the number of ranks that share it.
+    ``size``: the number of elements of the dim. ``num_ranks``: the number of ranks that share the dim.
     """
     by_rank = list_rank_pieces(layout, num_ranks)
     count = sum(map(len, by_rank))
@@ -306,8 +305,8 @@ assert _STEPS.keys() == RESHARDS.keys()
 
 
 def fuse_bias(block: Block) -> Block:
-    """Return a copy of ``block``, a piece of the model with one graph, in which a matrix product and the addition of a
-    bias to it are one operator.
+    """Return a copy of ``block``, a piece of the model with one graph, in which each matrix product and the addition of
+    a bias to it are fused to one operator.
 
     ``linear(x, w) + b`` becomes ``linear(x, w, b)``, and ``mm(x, w) + b`` becomes ``addmm(b, x, w)``.
     """
@@ -324,9 +323,8 @@ def fuse_bias(block: Block) -> Block:
 
 
 def _can_fuse_bias(product: object, bias: object, node: fx.Node) -> bool:
-    """Return whether the matrix product ``product`` and the addition ``node`` of ``bias`` to it can become one
-    operator. This is so if nothing else reads the product, and the bias is a vector along its last dim, of the same
-    dtype."""
+    """Return whether the matrix product ``product`` and the addition ``node`` of ``bias`` can become one operator.
+    Nothing else may read the product, and ``bias`` must be a vector along the product's last dim, of the same dtype."""
     if not (isinstance(product, fx.Node) and isinstance(bias, fx.Node)) or len(product.users) != 1:
         return False
     if product.target not in (aten.linear.default, aten.mm.default) or len(product.args) != 2:

@@ -1,15 +1,14 @@
-"""Split the global batch over microbatches and data-parallel ranks, as one mesh axis ``data`` that is partly run in
-time.
+"""Split the global batch over data-parallel ranks and their microbatches, which together form one mesh axis ``data``.
 
 Requires: the layouts chosen on the axis ``data`` (every block's :class:`BlockSharding`). Provides: a model of one
 microbatch on one data-parallel rank. A sum over the global batch that depends on inputs alone, such as the number of
-targets that are not ignored, is computed by *prologue* calls before the pipeline starts. A sum that only goes into a
-buffer is completed at the end of the step (``passes/shard/buffer_sums.py``). Any other communication between samples is
-possible only if one microbatch is the whole batch of a rank, and then runs over the axis ``dp``.
+targets that are not ignored, is computed by *prologue* calls before the pipeline starts. A sum that is only written to
+a buffer is completed at the end of the step (``passes/shard/buffer_sums.py``). Any other communication between samples
+is possible only if a rank has a single microbatch; it then runs over the axis ``dp``.
 
-:func:`sample_dims` finds the batch dim of each value by following it from operator to operator. Requires: a graph with
-values, and the batch dims of its placeholders. The result of an operator without a factor rule, or of one that mixes
-samples, has no batch dim.
+:func:`sample_dims` finds the batch dim of each value by propagation from operator to operator. Requires: a graph with
+``node.meta["val"]``, and the batch dims of its placeholders. The result of an operator that has no sharding rule or
+mixes samples has no batch dim.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ def split_batch(
     parts: int,
     num_microbatches: int,
 ) -> FoldedModel:
-    """Return the model of one microbatch on one data-parallel rank, made from the model of the global batch.
+    """Convert the model of the global batch to the model of one microbatch on one data-parallel rank, and return it.
 
     ``model``: the model of the global batch, as blocks (graphs of layers) and their calls. ``blocks``: block name ->
     layouts of its tensors on the axis ``data``, along which the global batch is split into ``parts`` parts. ``values``:
-    name of each value that passes between calls -> its layout on this axis. ``num_microbatches``: the number of parts
-    (microbatches) that each rank runs, one after the other. Raise :class:`UnsupportedError` if samples depend on each
-    other in a way that several microbatches cannot compute exactly.
+    name of each value that passes between calls -> its layout on this axis. ``num_microbatches``: the number of
+    microbatches (parts) that each rank runs, one after the other. Raise :class:`UnsupportedError` if samples depend on
+    each other in a way that several microbatches cannot compute exactly.
     """
     if parts == 1:
         return model
@@ -70,16 +69,16 @@ def split_batch(
 
 def has_sample_collectives(model: FoldedModel) -> bool:
     """Return whether ``model``, the model of one microbatch, still has collectives between samples of different parts
-    of the global batch, so that its result depends on the number of microbatches. The global batch has one part for
-    each pair of data-parallel rank and microbatch."""
+    of the global batch, so that its result depends on the number of microbatches. Each pair of data-parallel rank and
+    microbatch has one part."""
     nodes = (node for block in model.blocks.values() for node in block.graph.nodes)
     return any(collective_name(node.target) and {"dp", DATA}.intersection(map(str, node.args)) for node in nodes)
 
 
 def _extract_totals(model: FoldedModel) -> FoldedModel:
-    """Move sums over the global batch that depend on no parameter, such as the number of targets of a loss, into new
-    calls of ``model`` that run once, before the microbatches. Return the new model, in which the other calls read
-    the sums as inputs."""
+    """Move sums over the global batch that do not depend on parameters, such as the number of targets of a loss, into
+    new calls that run once, before the microbatches. Return the new model, in which the other calls read the sums as
+    inputs. ``model``: the model of one microbatch."""
     producers = {v: (i, k) for i, c in enumerate(model.calls) for k, v in enumerate(c.outputs)}
     prologue: list[Call] = []
     blocks, values = dict(model.blocks), dict(model.values)
@@ -143,9 +142,9 @@ def _list_ancestor_nodes(node: fx.Node) -> list[fx.Node]:
 def _make_totals_block(
     model: FoldedModel, call: Call, totals: list[fx.Node], name: str, producers: Mapping[str, tuple[int, int]]
 ) -> tuple[Block, tuple[str, ...], tuple[str, ...]]:
-    """Return three values: a new block (a graph) that computes the operands of ``totals`` from the inputs of the model;
-    the names of the states (parameters, buffers, constants) that it reads; and the names of the inputs that it reads.
-    The new block computes the operands of the sums ``totals``, not the sums.
+    """Return three values: a new block (a graph) that computes the operands of the sums ``totals`` (not the sums) from
+    the inputs of the model; the names of the states (parameters, buffers, constants) that the block reads; and the
+    names of the model's inputs that it reads.
 
     ``totals``: nodes of collectives that sum over the batch. ``model``: the model as blocks and their calls. ``call``:
     the call whose graph contains the nodes ``totals``. ``name``: the name of the new block. ``producers``: name of a
@@ -159,17 +158,16 @@ def _make_totals_block(
 
 
 class _CallInliner:
-    """Copies values, and all operators from which they are computed, out of the graphs of several calls of ``model``
-    into one new graph. A call is one execution of a block (a graph, such as that of a layer).
+    """Copies values, with all operators that they depend on, from the graphs of several calls of ``model`` into one new
+    graph. A call is one run of a block (a graph, such as that of a layer).
 
     ``producers``: name of a tensor that passes between calls -> (index of the call that computes it, index among the
     outputs of this call). ``graph``: the new graph.
     """
 
     def __init__(self, model: FoldedModel, producers: Mapping[str, tuple[int, int]]) -> None:
-        """Start with an empty graph. ``model``: the model from whose calls operators are copied. ``producers``: name of
-        a tensor that passes between calls -> (index of the call that computes it, index among the outputs of this
-        call)."""
+        """Start with an empty graph. ``model``: the model whose operators are copied. ``producers``: name of a tensor
+        that passes between calls -> (index of the call that computes it, index among the outputs of this call)."""
         self.model = model
         self.producers = producers
         self.graph = fx.Graph()
@@ -178,9 +176,8 @@ class _CallInliner:
         self.first: fx.Node | None = None
 
     def copy_value(self, index: int, node: fx.Node) -> fx.Node:
-        """Return the node of the new graph that has the value of ``node``. Copy ``node`` and all operators on which
-        it depends if this was not done before. ``index``: the index (from 0) of the model's call whose graph
-        contains ``node``."""
+        """Copy ``node`` and all operators that it depends on to the new graph, unless this was done before. Return the
+        node's copy. ``index``: the index (from 0) of the model's call whose graph contains ``node``."""
         if (index, node) not in self.copied:
             if node.op == "placeholder":
                 self.copied[index, node] = self.resolve_placeholder(index, node)
@@ -191,11 +188,9 @@ class _CallInliner:
         return self.copied[index, node]
 
     def resolve_placeholder(self, index: int, node: fx.Node) -> fx.Node:
-        """Return the node of the new graph that has the value which the placeholder ``node`` gets. ``index``: the index
-        (from 0) of the model's call whose graph contains ``node``.
-
-        If another call computes the value, its operators are copied; a model input or state becomes a placeholder.
-        """
+        """Return the node of the new graph that has the value of the placeholder ``node``. If another call computes the
+        value, its operators are copied; a model input or state becomes a placeholder. ``index``: the index (from 0) of
+        the model's call whose graph contains ``node``."""
         call = self.model.calls[index]
         block = self.model.blocks[call.block]
         bound = dict(zip((*block.states, *block.inputs), (*call.states, *call.inputs), strict=True))
@@ -209,9 +204,9 @@ class _CallInliner:
         return self.leaves[outer]
 
     def build_block(self, name: str) -> tuple[Block, tuple[str, ...], tuple[str, ...]]:
-        """Return three values: a block (a graph) with the name ``name`` and the copied operators, the names of the
-        model's states (parameters, buffers, constants) that it reads, and the names of the model's inputs that it
-        reads. Its placeholders are in this order."""
+        """Return three values: a block (a graph) with the name ``name`` and the copied operators; the names of the
+        model's states (parameters, buffers, constants) that it reads; and the names of the model's inputs that it
+        reads. The block's placeholders are the states, then the inputs, in these orders."""
         states = tuple(k for k in self.leaves if k in self.model.states)
         inputs = tuple(k for k in self.leaves if k not in self.model.states)
         order = [self.leaves[k] for k in (*states, *inputs)]
@@ -226,8 +221,8 @@ class _CallInliner:
 
 
 def _turn_totals_into_inputs(block: Block, totals: list[fx.Node]) -> Block:
-    """Return a copy of ``block`` (the graph of a piece of the model) that gets the values of the nodes ``totals``,
-    which are sums over the batch, as additional inputs, instead of computing them. They come after the other inputs."""
+    """Return a copy of ``block`` (the graph of a piece of the model) that reads the values of the nodes ``totals``,
+    which are sums over the batch, as additional last inputs instead of computing them."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in block.placeholders:
@@ -244,14 +239,12 @@ def _turn_totals_into_inputs(block: Block, totals: list[fx.Node]) -> Block:
 
 
 def _localise_data_collectives(model: FoldedModel, num_microbatches: int) -> None:
-    """Replace the mesh axis ``data`` in the collectives of ``model``, the model of one microbatch, by what each rank
-    runs, in place. The axis stands for all parts of the global batch, one for each pair of data-parallel rank and
-    microbatch.
+    """Replace the mesh axis ``data`` in the collectives of ``model``, the model of one microbatch, in place. The axis
+    covers all parts of the global batch, one for each pair of data-parallel rank and microbatch.
 
-    If ``num_microbatches``, the number of microbatches of each rank, is 1, the axis becomes ``dp``, the
-    data-parallel ranks. Otherwise, slices of the batch become look-ups by the index of the microbatch, and a
-    collective that communicates raises :class:`UnsupportedError`, because microbatches of one rank do not run at the
-    same time.
+    If ``num_microbatches``, the number of microbatches of each rank, is 1, the axis becomes ``dp``, the data-parallel
+    ranks. Otherwise, slices of the batch become look-ups by the index of the microbatch, and collectives that
+    communicate raise :class:`UnsupportedError`, because microbatches of one rank do not run at the same time.
     """
     for block in model.blocks.values():
         for node in list(block.graph.nodes):
@@ -272,8 +265,9 @@ def _localise_data_collectives(model: FoldedModel, num_microbatches: int) -> Non
 
 
 def _describe_combining_operator(model: FoldedModel, block: Block, node: fx.Node) -> str:
-    """Return a text, for an error message, that names the operator that combines samples: the collective ``node``
-    itself, or the first operator that reads its result. ``block``: the graph of ``model`` that contains ``node``."""
+    """Return a text for an error message that names the operator that combines samples: the collective ``node`` itself,
+    or the first operator that reads the result of ``node``. ``block``: the graph of ``model`` that contains ``node``.
+    """
     reader = node if collective_name(node.target) in _ADDING else _find_first_reader(model, block, node) or node
     where = f"{reader.meta.get('path') or 'the model'} ({reader.meta.get('source') or 'source unknown'})"
     if reader is node or not isinstance(reader.target, torch._ops.OpOverload):
@@ -291,7 +285,7 @@ _SAMPLE_PRESERVING = (aten.split_with_sizes.default, aten.cat.default, operator.
 def _find_first_reader(model: FoldedModel, block: Block, node: fx.Node) -> fx.Node | None:
     """Return the first operator of ``model`` that reads the result of the collective ``node``; ``None`` if there is
     none. Operators that only move data for the collective are skipped. ``block``: the graph that contains ``node``; the
-    reader may be in it or in one that runs later."""
+    reader may be in this graph or in one that runs later."""
     place = node.meta.get("path"), node.meta.get("source")
     waiting: list[tuple[Block, fx.Node]] = [(block, node)]
     seen: set[fx.Node] = set()
@@ -308,8 +302,8 @@ def _find_first_reader(model: FoldedModel, block: Block, node: fx.Node) -> fx.No
 
 
 def _list_readers(model: FoldedModel, block: Block, output: fx.Node) -> list[tuple[Block, fx.Node]]:
-    """Return a list of (block, placeholder), one for each placeholder through which calls of ``model`` read ``output``,
-    an output node of ``block``. A block is a graph, such as that of a layer, and a call is one use of this graph."""
+    """Return a list of (block, placeholder): the placeholders through which calls of ``model`` read ``output``, an
+    output node of ``block``. A block is a graph, such as that of a layer, and a call is one run of it."""
     number = block.outputs.index(output)
     values = {c.outputs[number] for c in model.calls if c.block == block.name}
     found = []
@@ -321,9 +315,9 @@ def _list_readers(model: FoldedModel, block: Block, output: fx.Node) -> list[tup
 
 
 def _slice_by_index(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace ``node``, an operator of ``graph`` that takes the rows of one part of the global batch, by an index
-    look-up, in place, because the first row depends on which microbatch runs. The global batch has one part for each
-    pair of data-parallel rank and microbatch."""
+    """Replace ``node``, an operator of ``graph`` that slices the rows of one part of the global batch, by an index
+    look-up, in place, because the first row depends on the microbatch that runs. Each pair of data-parallel rank and
+    microbatch has one part."""
     whole, dim, axis, size = node.args
     length = node.meta["val"].shape[dim]
     with graph.inserting_before(node):
@@ -340,13 +334,13 @@ def _slice_by_index(graph: fx.Graph, node: fx.Node) -> None:
 
 Samples = dict[int, int]  # dim -> the number of samples in it; samples are its outermost factor
 
-Results = tuple[Samples, ...]  # one map for each result of an operator
+Results = tuple[Samples, ...]  # one dict for each result of an operator
 
 
 def sample_dims(model: FoldedModel, dims: Mapping[str, int | None], count: int) -> dict[fx.Node, Results]:
-    """Return, for each graph node of ``model``, which dims of its results hold the ``count`` samples of the batch. The
-    result is a dict: node -> tuple with one dict for each result of the node. Such a dict is: index of a dim -> number
-    of samples of the batch that it holds; it is empty if there is no batch dim.
+    """Find the dims of all values of ``model`` that hold the ``count`` samples of the batch. Return a dict: graph node
+    -> tuple with one dict for each result of the node, from the index of a dim to the number of samples that it holds
+    (empty if the result has no batch dim).
 
     ``dims``: name of each model input or other value -> index of its batch dim; ``None`` or absent if it has none.
     """
@@ -367,15 +361,15 @@ def sample_dims(model: FoldedModel, dims: Mapping[str, int | None], count: int) 
 
 
 def is_sharded_over_samples(samples: Samples, layout: Layout) -> bool:
-    """Return whether a shard of ``layout`` holds only some of the samples of the batch. ``samples``: index of a dim
-    of the tensor -> number of samples that it holds; dims without samples are absent."""
+    """Return whether a shard of a tensor with the layout ``layout`` has only some of the samples of the batch.
+    ``samples``: index of a dim of the tensor -> number of samples that it holds; dims without samples are absent."""
     count = samples.get(layout.dim, 1) if layout.is_shard else 1
     return count > 1 and max(1, len(layout.sections)) % count != 0
 
 
 def _infer_block_samples(block: Block, given: Mapping[str, Samples]) -> dict[fx.Node, Results]:
-    """Return, for each node of ``block`` (a graph of the model), a tuple with one dict for each result of the node:
-    index of a dim -> number of samples of the batch that it holds; dims without samples are absent. ``given``:
+    """Return a dict for ``block`` (a graph of the model): node -> tuple with one dict for each result of the node, from
+    the index of a dim to the number of samples of the batch that it holds; dims without samples are absent. ``given``:
     placeholder name -> such a dict, for placeholders that have samples."""
     found: dict[fx.Node, Results] = {}
     for node in block.graph.nodes:
@@ -390,8 +384,8 @@ def _infer_block_samples(block: Block, given: Mapping[str, Samples]) -> dict[fx.
 
 
 def _infer_operator_samples(node: fx.Node, operands: Sequence[Samples]) -> Results:
-    """Return a tuple with one dict for each result of the operator ``node``: index of a dim -> number of samples of
-    the batch that it holds; dims without samples are absent. ``operands``: such a dict for each operand."""
+    """Return a tuple with one dict for each result of the operator ``node``, from the index of a dim to the number of
+    samples of the batch that it holds; dims without samples are absent. ``operands``: such a dict for each operand."""
     rule = factors_of(node)
     if rule is None or not any(operands):
         return ({},)
@@ -407,8 +401,8 @@ def _infer_operator_samples(node: fx.Node, operands: Sequence[Samples]) -> Resul
 
 
 def _select_outer_factors(factors: Sequence[str], count: int, sizes: Mapping[str, int]) -> Sequence[str]:
-    """Return the first names in ``factors`` whose sizes multiply to ``count``; an empty sequence if no first names do.
-    A factor is a named size; the size of a tensor's dim is the product of the sizes of its factors.
+    """Return the first names in ``factors`` whose sizes multiply to ``count``; an empty sequence if there are none. A
+    factor is a named size; the size of a tensor dim is the product of its factors.
 
     ``factors``: the names of the factors of one dim, outermost first. ``sizes``: name of a factor -> its size.
     """

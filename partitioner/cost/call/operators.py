@@ -61,7 +61,8 @@ class Operand(NamedTuple):
 
     @property
     def gradient(self) -> Operand:
-        """Return the gradient of this operand: an operand with the same shape and dtype and without repeated elements."""
+        """Return the gradient of this operand: an operand with the same shape and dtype, and without repeated
+        elements."""
         return self if self.repeats == 1.0 else self._replace(repeats=1.0)
 
 

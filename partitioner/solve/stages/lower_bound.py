@@ -1,7 +1,7 @@
 """Compute lower bounds on stage times quickly: on the slowest stage and on the sum of all stages.
 
-Stages are about equal if memory allows it. Runs of calls that take much longer than an even share of the work are
-therefore skipped. With many stages few runs are left.
+Stages take about equally long if memory allows it. Sequences of calls that take much longer than an even share of the
+work are therefore skipped. With many stages few sequences are left.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _LONG, _SEVERAL = (
 class LeastTime:
     """Lower bounds in seconds per microbatch that hold for all cuts of the block calls (such as layers) into stages.
 
-    ``slowest_s``: on the time of the slowest stage. ``total_s``: on the sum of the times of all stages. ``forward_s``:
-    the part of ``total_s`` that is forward. ``backward_s``: the seconds of backward with recomputation if there is a
-    single stage; 0 if there are several. ``unseen``: bounds on (slowest stage, sum) for the cuts that the search
-    skipped; infinite if it skipped none. ``step_s``: a lower bound on the whole step for the cuts that it examined; 0
-    if not computed.
+    ``slowest_s``: bound on the time of the slowest stage. ``total_s``: bound on the sum of the times of all stages.
+    ``forward_s``: the part of ``total_s`` that is forward. ``backward_s``: the seconds of backward with recomputation
+    if there is a single stage; 0 if there are several. ``unseen``: bounds on (slowest stage, sum) for the cuts that the
+    search skipped; infinite if it skipped none. ``step_s``: a lower bound on the whole step for the cuts that the
+    search examined; 0 if not computed.
     """
 
     slowest_s: float
@@ -69,9 +69,8 @@ class LeastTime:
 
     @property
     def is_seen(self) -> bool:
-        """Return whether the search for these bounds found a cut into stages that fits in memory among those that it
-        examined. If not, ``total_s`` is infinite, and only the bounds in ``unseen`` are known.
-        """
+        """Return whether one of the cuts that the search examined fits in memory. If not, ``total_s`` is infinite, and
+        only the bounds in ``unseen`` are known."""
         return bool(np.isfinite(self.total_s))
 
     def pipeline_s(
@@ -87,9 +86,9 @@ class LeastTime:
 
     def _pipeline_s(self, p: int, m: int, fill: tuple[float, float] | None, slowest: float, total: float) -> float:
         """Return a lower bound on the seconds of ``m`` microbatches on ``p`` ranks, if the slowest stage takes at least
-        ``slowest`` and all stages together at least ``total`` seconds per microbatch. ``fill``: the time to fill and
-        drain the pipeline, as two fractions: of the forward and of the backward seconds of a microbatch through the
-        whole model; ``None``: the schedule has a formula."""
+        ``slowest`` seconds and all stages together at least ``total`` seconds per microbatch. ``fill``: two fractions
+        that give the time to fill and drain the pipeline: the first of the forward seconds, the second of the backward
+        seconds of a microbatch through the whole model. ``None``: the schedule has a formula."""
         if total == np.inf:
             return total
         if fill is None:
@@ -101,7 +100,8 @@ class LeastTime:
 def least_time(
     problem: StageProblem, cutoff_s: float = np.inf, *, quick: bool = False, delays: Sequence[StageDelays] = ()
 ) -> LeastTime:
-    """Return lower bounds on the stage times of all cuts of the calls of ``problem`` into stages.
+    """Return lower bounds on the stage times of all cuts of the block calls (such as layers) of ``problem`` into
+    stages.
 
     ``cutoff_s``: steps that take at least this many seconds are of no use to the caller, so stages that alone take so
     long are skipped. ``quick``: skip all stages that take much longer than the total work divided by the number of
@@ -144,9 +144,9 @@ def least_time(
 
 def _over_runs(tables: StageTables, limit: float, delays: Sequence[StageDelays]) -> tuple[float, float, float] | None:
     """Return three lower bounds in seconds: on the slowest stage, on the sum of all stages (both per microbatch), and
-    on the step (0 if the schedule has a formula). The bounds are minima over the cuts of the block calls (such as
-    layers) into stages whose work, without waits and recomputation, takes at most ``limit`` seconds per microbatch
-    each.
+    on the step (0 if the schedule has a formula). The bounds are minima over cuts of the block calls (such as layers)
+    into stages. Only cuts are considered in which the work of each stage, without waits and recomputation, takes at
+    most ``limit`` seconds per microbatch.
 
     Return ``None`` if there is no such cut, or if the slowest stage takes more than ``limit`` seconds with waits and
     recomputation, because a cut with more work in a stage might then be better. ``tables``: seconds and bytes of all
@@ -255,9 +255,9 @@ def _bound_backward_seconds(
 
 def _price_runs(tables: StageTables, start: Places, stop: Places) -> Table:
     """Return lower bounds on the seconds per microbatch of the block calls ``start[i]:stop[i]`` (such as layers) on
-    each stage, shape ``[stages, runs]``, with the recomputation that memory requires; infinite if they do not fit.
-    Waits for messages count only if the schedule has a formula for its step time: under other schedules a rank may
-    compute for another microbatch while a message is on its way. ``tables``: seconds and bytes of all possible
+    each stage, shape ``[stages, runs]``, with the recomputation that memory requires. A bound is infinite if the calls
+    do not fit. Waits for messages count only if the schedule has a formula for its step time: under other schedules a
+    rank may compute for another microbatch while a message is on its way. ``tables``: seconds and bytes of all possible
     stages."""
     problem = tables.problem
     stages = np.arange(problem.num_stages)
@@ -272,11 +272,10 @@ def _price_runs(tables: StageTables, start: Places, stop: Places) -> Table:
 
 
 class StageRuns:
-    """The sequences of consecutive block calls (such as layers) that a stage may have on devices of one class, with
-    their seconds on them. ``problem``: the problem of cutting the calls into stages, if all stages run on these
-    devices; its schedule has no formula for its step time. ``limit``: longer sequences are left out, in seconds per
-    microbatch.
-    """
+    """The sequences of consecutive block calls (such as layers) that a stage may have if all stages run on devices of
+    one class, with their seconds on these devices. ``problem``: the problem of cutting the calls into stages on these
+    devices; its schedule must have no formula for its step time. ``limit``: sequences that take more seconds per
+    microbatch are left out."""
 
     def __init__(self, problem: StageProblem, limit: float = np.inf) -> None:
         self.problem, self._tables = problem, StageTables(problem)
@@ -291,8 +290,8 @@ class StageRuns:
     def bound_steps(
         self, number: int, stage: int, others: OtherStageTimes, delay: tuple[Table | None, float]
     ) -> Vector:
-        """Return lower bounds in seconds on the step if the stage with index ``stage`` runs one of the sequences of
-        calls, shape ``[sequences]``.
+        """Return a lower bound in seconds on the step for each sequence of calls that the stage with index ``stage``
+        may run, shape ``[sequences]``.
 
         ``number``: of microbatches. ``others``: the seconds of a microbatch on the other stages. ``delay``: a table of
         the seconds from the last backward of the stage to the end of its reductions, whose entry ``[start, stop]`` is
@@ -328,8 +327,8 @@ class StageRuns:
         return found
 
     def find_first_delay(self, delays: Sequence[Table]) -> float:
-        """Return the least seconds from the last backward of the first stage to the end of its reductions; 0 if there
-        are no ``delays``, the tables of these seconds by stage."""
+        """Return the least seconds from the last backward of the first stage to the end of its reductions; 0 if
+        ``delays`` is empty. ``delays``: for each stage, a table of these seconds by sequence of calls."""
         return float(delays[0][0, self.stop[self.start == 0]].min(initial=np.inf)) if delays else 0.0
 
 
@@ -433,8 +432,8 @@ def _bound_step_after_stage(
     delay: tuple[Vector | float, Vector | float],
 ) -> Vector:
     """Return lower bounds in seconds on the step if the stage with index ``stage`` runs the block calls (such as
-    layers) ``start:stop`` in ``times`` seconds per microbatch; all three are arrays. ``others``: cumulative seconds of
-    a microbatch up to each call.
+    layers) ``start:stop`` in ``times`` seconds per microbatch. ``start``, ``stop`` and ``times`` are arrays of one
+    shape.
 
     The stage begins when the first microbatch has passed all earlier calls. After its last backward for inputs,
     backward continues through all earlier calls; meanwhile the stage can still run the backwards for weights that it
@@ -462,13 +461,14 @@ def _bound_step_around_stage(
     forward: Vector,
     delay: tuple[Vector | float, Vector | float],
 ) -> Vector:
-    """Return lower bounds in seconds on the step under 1F1B or GPipe, as :func:`_bound_step_after_stage` does, with the
-    calls behind the stage too. ``forward``: seconds of the stage's forward of a microbatch, without waits. The other
-    arguments are those of :func:`_bound_step_after_stage`.
+    """Return lower bounds in seconds on the step under 1F1B or GPipe that also count the calls behind the stage.
+    ``forward``: seconds of the stage's forward of a microbatch, without waits. The other arguments are those of
+    :func:`_bound_step_after_stage`.
 
-    The first microbatch passes all stages and comes back to the stage, which has run ``w`` forwards by then under 1F1B.
-    Then it runs the other forwards and all backwards, and the last backward continues through all earlier calls. Under
-    GPipe the stage runs all forwards first, the last microbatch passes all later stages, and backwards follow likewise.
+    Under 1F1B, the first microbatch passes all stages and comes back to the stage, which has run ``w`` forwards by
+    then. The stage then runs the other forwards and all backwards, and the last backward continues through all earlier
+    calls. Under GPipe the stage runs all forwards first, the last microbatch passes all later stages, and then the
+    backwards follow.
     """
     ahead, back, _, behind = others
     besides = behind[stop] + ahead[start] + np.maximum(back[start] + delay[1], delay[0])
@@ -494,22 +494,21 @@ def _bound_other_stages(problem: StageProblem, pace: Pace) -> OtherStageTimes:
 
 
 def _find_least_forward(cost: CallCost) -> float:
-    """Return the forward seconds of a block call (such as a layer), without selective recomputation or with it: it has
-    fewer activations to send to host memory."""
+    """Return the lesser of the forward seconds of a block call (such as a layer) without and with selective
+    recomputation. With it, the call may take less time, because it sends fewer activations to host memory."""
     return min(cost.forward_total_s, cost.slim.forward_total_s) if cost.slim is not None else cost.forward_total_s
 
 
 def _find_least_backward(cost: CallCost) -> float:
-    """Return the backward seconds of a block call (such as a layer), without selective recomputation or with it: it has
-    fewer activations to fetch from host memory."""
+    """Return the lesser of the backward seconds of a block call (such as a layer) without and with selective
+    recomputation. With it, the call may take less time, because it fetches fewer activations from host memory."""
     return min(cost.backward_total_s, cost.slim.backward_total_s) if cost.slim is not None else cost.backward_total_s
 
 
 def _check_memory(tables: StageTables) -> None:
-    """Raise :class:`CapacityError` if no cut into stages fits in memory, whatever block calls (such as layers) are
-    recomputed. The error states the missing bytes, but does not name a stage. ``tables``: seconds and bytes of all
-    possible stages.
-    """
+    """Raise :class:`CapacityError` if no cut into stages fits in memory with any recomputation of block calls (such as
+    layers). The error states the missing bytes, but does not name a stage. ``tables``: seconds and bytes of all
+    possible stages."""
     problem = tables.problem
     if problem.pinned or problem.recompute == "full":
         return
@@ -530,12 +529,11 @@ def _check_memory(tables: StageTables) -> None:
 
 
 def _runs_by_stop(tables: StageTables, limit: float) -> tuple[Places, Places, Places]:
-    """Return all sequences of consecutive block calls (such as layers) that a stage may have if no stage works more
-    than ``limit`` seconds. The sequence itself takes at most this time, and the other stages can do the rest of the
-    work in this time. The sequences are sorted by their ends, as three arrays: the index of the first call, the index
-    after the last call, and, for each distinct end, the position of its first entry in the other two. ``tables``:
-    seconds and bytes of all possible stages.
-    """
+    """Return all sequences of consecutive block calls (such as layers) that a stage may have if every stage works at
+    most ``limit`` seconds: the sequence takes at most this time, and the other stages can do the rest of the work in
+    this time. The sequences are sorted by their ends. They are returned as three arrays: the index of the first call;
+    the index after the last call; and, for each distinct end, the position of its first entry in the other two arrays.
+    ``tables``: seconds and bytes of all possible stages."""
     start, stop = tables.short_runs(limit)
     # least number of stages for the calls before and after the run, plus one for the run
     done = np.concatenate([[0.0], np.cumsum(np.diagonal(tables.least_work, 1))]) / max(limit, TINY)

@@ -107,8 +107,8 @@ def bound_reduction_delays(
     problem: StageProblem, states: Mapping[str, StateCost], machine: PlacedMesh, constraints: Constraints
 ) -> list[StageDelays]:
     """Return, for each stage of ``problem``, lower bounds on the seconds by which gradient reductions delay the end of
-    the step. For the first stage, the seconds by which gathers of parameters delay its first forward are added to those
-    of the whole reduction. Each rank must have one stage.
+    the step. For the first stage, the seconds by which gathers of parameters delay its first forward are added to the
+    field ``whole``. Each rank must have one stage.
 
     ``states``: the cost of each parameter and buffer by name. ``machine``: the devices and links that the mesh is laid
     over. ``constraints``: the choices that the user fixed.
@@ -300,8 +300,9 @@ class _ReductionTails:
         self._delays: dict[Hashable, Delays] = {}
 
     def delays_of_stage(self, stage: int, windows: Table, ahead: NDArray[np.float64]) -> StageDelays:
-        """Return lower bounds on the seconds by which gradient reductions delay the end of the step. The arguments are
-        those of :meth:`of_stage`."""
+        """Return lower bounds on the seconds by which gradient reductions of the stage with index ``stage`` delay the
+        end of the step, as two tables by the block calls ``start:stop`` (such as layers) of the stage. The arguments
+        are those of :meth:`of_stage`."""
         start, stop = np.nonzero(np.isfinite(windows))
         whole, longer = np.maximum(0.0, self.of_stage(stage, windows, ahead)), np.zeros_like(windows)
         if self._is_simulated(start):
@@ -309,8 +310,9 @@ class _ReductionTails:
         return StageDelays(whole, longer)
 
     def _is_simulated(self, starts: Counts) -> bool:
-        """Return whether the reductions of stages that begin with the calls ``starts`` are simulated bucket by bucket
-        (a bucket: gradients that one collective reduces)."""
+        """Return whether the reductions of stages are simulated bucket by bucket (a bucket: gradients that one
+        collective reduces) instead of computed by a formula. This requires that collectives overlap with computation
+        and that there are few stages. ``starts``: the first block call (such as a layer) of each possible stage."""
         return bool(self.keys) and self.machine.profile.overlap and 0 < len(starts) <= _MOST_FOLLOWED
 
     def of_stage(self, stage: int, windows: Table, ahead: NDArray[np.float64]) -> Table:
@@ -357,9 +359,9 @@ class _ReductionTails:
         return waits
 
     def _compute_reduction_delays(self, stage: int, starts: Counts, stops: Counts) -> list[Delays]:
-        """Return the seconds by which gradient reductions delay the end of the step at least, whatever the reduction
-        scheme: one result for each pair of ``starts`` and ``stops``, for a stage of the block calls ``start:stop``
-        (such as layers). ``stage``: index of the stage.
+        """Return lower bounds, over all reduction schemes, on the seconds by which gradient reductions of the stage
+        with index ``stage`` delay the end of the step. There is one result for each pair of ``starts`` and ``stops``;
+        the stage then consists of the block calls ``start:stop`` (such as layers).
 
         The reductions are simulated bucket by bucket (a bucket: gradients that one collective reduces). On stage 0, the
         seconds by which gathers of updated parameters delay the first forward are added. Results are cached by the
@@ -374,12 +376,13 @@ class _ReductionTails:
         return delays
 
     def _compute_reduction_delay(self, stage: int, plan: StagePlan) -> Delays:
-        """Return the seconds by which the gradient reductions of one stage delay the end of the step, each under the
-        reduction scheme with the least. ``stage``: index of the stage; for index 0 the delay of the first forward by
-        gathers of parameters is added. ``plan``: the block calls (such as layers) that the stage has.
+        """Return lower bounds on the seconds by which the gradient reductions of one stage delay the end of the step:
+        each of the two numbers is the least over all reduction schemes. ``stage``: index of the stage. On stage 0, the
+        seconds by which gathers of parameters delay the first forward are added to ``whole_s``. ``plan``: the block
+        calls (such as layers) of the stage.
 
-        A stage that shares a parameter with other calls may reduce the gradient of this parameter only after its last
-        backward, which it then does not lengthen.
+        If the stage shares a parameter with other calls, the gradient of this parameter may be reduced only after the
+        last backward, which the reduction then does not lengthen.
         """
         problem, (first, halves, slowdown, _) = self.tables.problem, self._describe_stage(stage)
         calls = problem.calls[plan.start : plan.stop]

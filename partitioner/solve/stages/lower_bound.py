@@ -34,8 +34,9 @@ class StageDelays(NamedTuple):
     """Lower bounds in seconds on how gradient reductions of one stage delay the end of a step: two tables whose entries
     ``[start, stop]`` are for a stage of the block calls ``start:stop`` (such as layers).
 
-    ``whole``: from the end of the stage's last backward, if no reduction delayed it, to the end of its reductions.
-    ``backward``: by how much reductions that run beside its last backward lengthen this backward.
+    ``whole``: seconds from the end of the stage's last backward, if no reduction delayed it, to the end of its
+    reductions. ``backward``: seconds by which reductions lengthen the stage's last backward, because they run at the
+    same time.
     """
 
     whole: Table
@@ -104,10 +105,10 @@ def least_time(
     stages.
 
     ``cutoff_s``: steps that take at least this many seconds are of no use to the caller, so stages that alone take so
-    long are skipped. ``quick``: skip all stages that take much longer than the total work divided by the number of
-    stages, even if every cut that fits has such a stage. ``delays``: by gradient reductions, for each stage; empty if
-    they are not to be counted. Raises :class:`CapacityError` if memory cannot suffice, and :class:`PlanError` if there
-    are more stages than block calls (such as layers).
+    long are skipped. ``quick``: whether to skip all stages that take much longer than the total work divided by the
+    number of stages, even if every cut that fits has such a stage. ``delays``: for each stage, the delays by its
+    gradient reductions; empty if reductions do not count. Raises :class:`CapacityError` if memory cannot suffice, and
+    :class:`PlanError` if there are more stages than calls.
     """
     tables = StageTables(problem)
     if tables.hopeless:
@@ -150,7 +151,8 @@ def _over_runs(tables: StageTables, limit: float, delays: Sequence[StageDelays])
 
     Return ``None`` if there is no such cut, or if the slowest stage takes more than ``limit`` seconds with waits and
     recomputation, because a cut with more work in a stage might then be better. ``tables``: seconds and bytes of all
-    possible stages. ``delays``: by gradient reductions, for each stage.
+    possible stages. ``delays``: for each stage, the delays by its gradient reductions; empty if reductions do not
+    count.
     """
     start, stop, firsts = _runs_by_stop(tables, limit)
     if not len(start):
@@ -202,15 +204,15 @@ def _get_forward_seconds(tables: StageTables, stage: int, start: Places, stop: P
 def _list_other_stage_times(
     tables: StageTables, start: Places, stop: Places, firsts: Places, times: Table, later: Table
 ) -> list[OtherStageTimes]:
-    """Return, for each stage, lower bounds on the seconds of one microbatch in the stages in front of it and behind it;
-    the backward in the stages in front is the last one of the step. The bounds are minima over all cuts of the block
-    calls (such as layers) into the possible stages ``start[i]:stop[i]``, which are sorted by ``stop``.
+    """Return, for each stage, lower bounds on the seconds of one microbatch in the stages in front of it and behind it.
+    The backward in the stages in front is the last one of the step. The bounds are minima over all cuts of the block
+    calls (such as layers) into the possible stages ``start[i]:stop[i]``, which are sorted by ``stop``. They are
+    infinite for calls that the other stages cannot have.
 
     ``firsts``: index of the first possible stage with each ``stop``. ``times``: seconds per microbatch of the possible
     stages, shape ``[stages, runs]``, with the recomputation that memory requires. ``later``: seconds by which gradient
-    reductions lengthen their last backward, with the same shape. ``tables``: seconds and bytes of all possible stages.
-
-    The result is infinite for calls that the other stages cannot have.
+    reductions lengthen the last backward of the possible stages, same shape. ``tables``: seconds and bytes of all
+    possible stages.
     """
     problem = tables.problem
     size = len(problem.calls) + 1
@@ -242,11 +244,12 @@ def _bound_backward_seconds(
     tables: StageTables, own: OtherStageTimes, stage: int, start: Places, stop: Places, times: Vector
 ) -> Vector:
     """Return lower bounds on the seconds for which the stage with index ``stage`` keeps the stages in front of it
-    waiting for a backward of the block calls ``start[i]:stop[i]`` (such as layers), for each ``i``: with recomputation,
-    and without the half for gradients of weights if the schedule splits backwards.
+    waiting for its backward, if it has the block calls ``start[i]:stop[i]`` (such as layers), for each ``i``. They
+    include recomputation. If the schedule splits backwards, they exclude the half for gradients of weights.
 
-    ``times``: seconds of these calls per microbatch. ``own``: has the seconds for gradients of weights on the stage's
-    devices. ``tables``: seconds and bytes of all possible stages."""
+    ``times``: seconds of these calls per microbatch. ``own``: its field ``weights`` has the seconds for gradients of
+    weights on the stage's devices. ``tables``: seconds and bytes of all possible stages.
+    """
     seconds = times - _get_forward_seconds(tables, stage, start, stop)
     if is_split(tables.problem.schedule):
         seconds = seconds - (own.weights[stop] - own.weights[start])
@@ -293,9 +296,11 @@ class StageRuns:
         """Return a lower bound in seconds on the step for each sequence of calls that the stage with index ``stage``
         may run, shape ``[sequences]``.
 
-        ``number``: of microbatches. ``others``: the seconds of a microbatch on the other stages. ``delay``: a table of
-        the seconds from the last backward of the stage to the end of its reductions, whose entry ``[start, stop]`` is
-        for the calls ``start:stop`` (``None``: 0); and the least such seconds of the first stage."""
+        ``number``: number of microbatches of a step. ``others``: the seconds of a microbatch on the other stages.
+        ``delay``: a pair: a table whose entry ``[start, stop]`` is the seconds from the last backward of the calls
+        ``start:stop`` on this stage to the end of its reductions (``None``: 0); and the least such seconds of the first
+        stage.
+        """
         if self._times is None:
             return np.zeros(0)
         problem = replace(self.problem, num_microbatches=number)
@@ -310,8 +315,9 @@ class StageRuns:
         return steps
 
     def extend_front(self, stage: int, back: Vector) -> Vector:
-        """Return the least seconds of a backward in the stages up to ``stage`` (an index), by the call at which they
-        end, shape ``[calls + 1]``. ``back``: the same of the stages in front of it."""
+        """Return the least seconds of a backward through all stages up to and including ``stage`` (an index), if these
+        stages have the first ``k`` calls, for each ``k``; shape ``[calls + 1]``. ``back``: the same seconds for the
+        stages in front of ``stage``."""
         size = len(self.problem.calls) + 1
         if self._times is None:
             return np.full(size, np.inf)
@@ -319,8 +325,9 @@ class StageRuns:
         return _least_by_stop(back[self.start] + windows, self.firsts, self.ends, size)
 
     def extend_behind(self, stage: int, behind: Vector) -> Vector:
-        """Return the least seconds of a microbatch in the stages from ``stage`` (an index) on, by the call at which
-        they begin, shape ``[calls + 1]``. ``behind``: the same of the stages behind it."""
+        """Return the least seconds of a microbatch in all stages from ``stage`` (an index) on, if these stages have the
+        calls from ``k`` on, for each ``k``; shape ``[calls + 1]``. ``behind``: the same seconds for the stages behind
+        ``stage``."""
         found = np.full(len(self.problem.calls) + 1, np.inf)
         if self._times is not None:
             np.minimum.at(found, self.start, self._times[stage] + behind[self.stop])
@@ -334,8 +341,9 @@ class StageRuns:
 
 @dataclass(frozen=True)
 class StageRunsByClass:
-    """The sequences of block calls (such as layers) that the stages of a pipeline may have if each stage runs on a
-    device of one of two classes: ``one`` and ``other``, with the same calls, schedule and number of stages."""
+    """The sequences of block calls (such as layers) that the stages of a pipeline may have if each stage runs on
+    devices of one of two classes. ``one``, ``other``: the sequences on the first and on the second class, for the same
+    calls, schedule and number of stages."""
 
     one: StageRuns
     other: StageRuns
@@ -351,10 +359,11 @@ class StageRunsByClass:
         of the block calls (such as layers) into stages. An entry is infinite if such a step takes at least ``within_s``
         seconds, or if no cut fits in memory.
 
-        ``num_microbatches``: of a step; the problems of the classes may have fewer microbatches in flight, but not
-        more. ``delays``: for each class and each stage, a table of lower bounds on the seconds from its last backward
-        to the end of its reductions, whose entry ``[start, stop]`` is for the calls ``start:stop``; empty if they are
-        not to be counted."""
+        ``num_microbatches``: number of microbatches of a step; the problems of the classes may have fewer microbatches
+        in flight, but not more. ``delays``: for each class and each stage, a table whose entry ``[start, stop]`` is a
+        lower bound on the seconds from the last backward of the calls ``start:stop`` to the end of their reductions;
+        empty if reductions do not count.
+        """
         num_stages, size = self.one.problem.num_stages, len(self.one.problem.calls) + 1
         first_delay_s = min(self.one.find_first_delay(delays[0]), self.other.find_first_delay(delays[1]))
         # stages of the first class -> least step up to a call
@@ -377,9 +386,10 @@ class StageRunsByClass:
 
     @cached_property
     def _other_stages(self) -> tuple[list[OtherStageTimes], list[OtherStageTimes]]:
-        """For each stage, lower bounds on the seconds of a microbatch in the stages in front of it and behind it: first
-        if all stages in front are of the second class, then if they are of either class. The stages behind are of
-        either class. The seconds for gradients of weights are 0."""
+        """Return two lists of lower bounds on the seconds of a microbatch in the stages in front of and behind each
+        stage. The first list is for the case that all stages in front are of the second class, the second list for the
+        case that they are of either class. The stages behind are of either class. The field ``weights`` must be
+        replaced before use."""
         one, other = self.one, self.other
         either = one.own.take_fastest_calls(other.own)
         num_stages, size = one.problem.num_stages, len(one.problem.calls) + 1
@@ -402,11 +412,14 @@ class StageRunsByClass:
 
 
 class OtherStageTimes(NamedTuple):
-    """Seconds of one microbatch in the block calls (such as layers) of other stages than a given one, four arrays of
-    shape ``[calls + 1]``. ``ahead`` (forward) and ``back`` (backward for inputs; the whole backward if the schedule
-    does not split it) are lower bounds for the stages in front of the stage, which have the calls before each index.
-    ``behind`` (forward plus backward) is a lower bound for the stages behind it, which have the calls from each index
-    on. ``weights`` is the backward for weights of the calls before each index on the devices of the stage itself."""
+    """Seconds of one microbatch in the block calls (such as layers) of the stages other than a given stage, four arrays
+    of shape ``[calls + 1]``.
+
+    ``ahead`` (forward) and ``back`` (backward for inputs; the whole backward if the schedule does not split it): lower
+    bounds for the stages in front of the given stage, which have the calls before each index. ``behind`` (forward plus
+    backward): a lower bound for the stages behind it, which have the calls from each index on. ``weights``: the
+    backward for weights of the calls before each index on the devices of the given stage itself.
+    """
 
     ahead: Vector
     back: Vector
@@ -414,7 +427,7 @@ class OtherStageTimes(NamedTuple):
     behind: Vector
 
     def take_fastest_calls(self, other: OtherStageTimes) -> OtherStageTimes:
-        """Return the seconds if each call takes the smaller one of its seconds here and in ``other``."""
+        """Return the seconds if each call takes the lesser of its seconds in this object and in ``other``."""
         calls = [np.minimum(*(np.diff(seconds) for seconds in pair)) for pair in zip(self[:3], other[:3], strict=True)]
         rests = np.minimum(-np.diff(self.behind), -np.diff(other.behind))
         sums = [np.concatenate([[0.0], np.cumsum(of_calls)]) for of_calls in calls]
@@ -438,8 +451,10 @@ def _bound_step_after_stage(
     The stage begins when the first microbatch has passed all earlier calls. After its last backward for inputs,
     backward continues through all earlier calls; meanwhile the stage can still run the backwards for weights that it
     has postponed. If steps overlap, only the part of the earlier calls that exceeds these postponed backwards counts.
-    ``delay``: seconds from its last backward to the end of its reductions; and those of the first stage, with the
-    seconds by which the last backward of this stage is lengthened. ``problem``: the calls and the schedule.
+
+    ``others``: seconds of a microbatch on the other stages. ``delay``: a pair: seconds from the last backward of this
+    stage to the end of its reductions; and the same for the first stage, plus the seconds by which reductions lengthen
+    the last backward of this stage. ``problem``: the calls and the schedule.
     """
     ahead, back, weights, _ = others
     late = problem.half_done(stage) * (weights[stop] - weights[start])
@@ -478,10 +493,10 @@ def _bound_step_around_stage(
 
 
 def _bound_other_stages(problem: StageProblem, pace: Pace) -> OtherStageTimes:
-    """Return lower bounds on the cumulative seconds of a microbatch in the block calls (such as layers) before each
-    index of ``problem``: forward, backward for inputs (whole backward if the schedule does not split it), and backward
-    for weights. ``pace``: the costs on the devices of one stage, which give the seconds of the backward for weights.
-    """
+    """Return lower bounds on the seconds of a microbatch in the block calls (such as layers) of ``problem`` before each
+    index: forward, backward for inputs (whole backward if the schedule does not split it), and backward for weights;
+    and on the seconds of forward plus backward from each index on. ``pace``: the costs on the devices of one stage,
+    which give the seconds of the backward for weights; the others are the least over all stages."""
     paces = {id(pace): pace for pace in map(problem.pace, range(problem.num_stages))}.values()
     ahead = [min(costs) for costs in zip(*(map(_find_least_forward, p.costs) for p in paces), strict=True)]
     train = problem.train

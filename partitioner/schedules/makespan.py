@@ -79,9 +79,10 @@ def compute_makespan(
 def _compute_cached_makespan(
     same: SameObject[Timetable], phases: tuple[Phases, ...], train: bool, overlap_steps: bool
 ) -> float:
-    """Return the result of :func:`compute_makespan`, and cache it, because callers simulate some cuts into stages
-    several times. ``same``: the timetable in a wrapper that compares by identity. The other arguments are those of
-    :func:`compute_makespan`."""
+    """Return the seconds until all ranks have finished their actions or, if ``overlap_steps``, the step time in steady
+    state. Results are cached, because callers simulate some cuts into stages several times. ``same``: the timetable in
+    a wrapper that compares by identity. ``phases``: the times of each virtual stage. ``train``: whether backwards take
+    time."""
     ends = not overlap_steps and _has_ends(phases)
     waits, seconds, sent = waits_of(same.value, train, ends=ends), seconds_of(phases, train), sent_of(phases)
     if overlap_steps:

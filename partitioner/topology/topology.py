@@ -57,11 +57,11 @@ if TYPE_CHECKING:
 
 
 class Topology(TopologyPart):
-    """Describe a cluster: groups of equal nodes with their devices, the types of these devices, and the links between
-    them. Devices are numbered from 0, in the order of their nodes.
+    """A cluster: groups of equal nodes with their devices, the types of these devices, and the links between them.
+    Devices are numbered from 0, in the order of their nodes.
 
-    ``Topology.local(4)``, ``Topology.preset("dgx-h100", nodes=2)`` and ``Topology.load("cluster.yaml")`` make one.
-    Raises :class:`TopologyError` for inconsistent descriptions.
+    ``Topology.local(4)``, ``Topology.preset("dgx-h100", nodes=2)`` and ``Topology.load("cluster.yaml")`` create a
+    topology. Raises :class:`TopologyError` for inconsistent descriptions.
     """
 
     name: str = Field(description="Name of the cluster in reports.")

@@ -495,8 +495,7 @@ class _BlockProfiler:
     ) -> None:
         """Append ``kernels``, which run ``node``, to the list of kernels of the block (such as a layer). ``way``: 0
         forward, 1 backward. ``operands``: the tensors that ``node`` reads. ``ring``: if ``node`` is an attention over a
-        sharded sequence, its index among these attentions of the block, else -1.
-        """
+        sharded sequence, its index among these attentions of the block; otherwise -1."""
         expert, product = node in self.region.products, any(k.flops for k in kernels)
         matrices = [o.shape for o in operands if o.state and len(o.shape) == 3] if expert else []
         self.places.setdefault((node, way), []).extend(range(len(self.rows), len(self.rows) + len(kernels)))
@@ -517,9 +516,8 @@ class _BlockProfiler:
             )
 
     def _add_exchanges(self, node: fx.Node, backward: bool) -> None:
-        """Record the collective that ``node`` is. If ``backward``, also record the collective that the gradient of
-        ``node`` needs. Other nodes are ignored, and so are attentions over a sharded sequence, which are recorded
-        elsewhere."""
+        """If ``node`` is a collective, record it and, if ``backward``, also the collective that the gradient of
+        ``node`` needs. Attentions over a sharded sequence are ignored here and recorded elsewhere."""
         name = collective_name(node.target)
         source = node.args[0] if node.args else None
         if name is None or name in CONTEXT or not isinstance(source, fx.Node):

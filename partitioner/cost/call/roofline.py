@@ -150,10 +150,9 @@ def _evaluate_curve(curve: Sequence[tuple[float, float]], value: float) -> float
 
 
 def matmul_efficiency(smallest: float, device: DeviceType) -> float:
-    """Return the fraction of the peak FLOP/s of ``device`` that a matrix product reaches. It depends on ``smallest``,
-    the smallest of the product's sizes M, N and K. It is interpolated between measured sizes, proportional to the size
-    below the first, and constant above the last.
-    """
+    """Return the fraction of the peak FLOP/s of ``device`` that a matrix product reaches. The fraction depends on
+    ``smallest``, the smallest of the product's sizes M, N and K. It is interpolated between measured sizes,
+    proportional to ``smallest`` below the first measured size, and constant above the last."""
     curve = device.matmul_efficiency
     if smallest < curve[0][0]:
         return curve[0][1] * max(smallest, _LEAST) / curve[0][0]

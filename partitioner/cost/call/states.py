@@ -207,8 +207,9 @@ class StateCosts(dict[str, StateCost]):
 
     @cached_property
     def late(self) -> dict[str, float]:
-        """Return, for each parameter with such bytes, its name -> the bytes that are not allocated until its gradient
-        is first reduce-scattered in a step: the rank's shard of the gradient, under ZeRO-2 and ZeRO-3."""
+        """Return name of a parameter -> bytes of the rank's shard of its gradient under ZeRO-2 and ZeRO-3. The shard is
+        not allocated until the gradient is first reduce-scattered in a step. Parameters without such a shard are left
+        out."""
         return {name: cost.late for name, cost in self.items() if cost.late}
 
 

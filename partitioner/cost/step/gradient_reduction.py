@@ -360,10 +360,10 @@ def by_owner(work: GradientReduction, tensors: Mapping[tuple[str, ...], int], re
     """Return a copy of ``work``, the seconds of a stage's gradient reduction, for a ZeRO-1 that keeps each parameter
     whole on one rank, its owner, instead of sharding it. The copy has more latency.
 
-    Gradients are reduced to their owners, and each owner broadcasts its updated parameters. As many bytes are moved as
-    in a ring, but each owner needs a message of its own (InternEvo, ``hybrid_zero_optim.py``: ``dist.reduce`` and
-    ``dist.broadcast``). ``tensors``: mesh axes over which parameters are distributed -> number of parameters.
-    ``reducer``: computes the seconds of single collectives.
+    Gradients are reduced to their owners, and each owner broadcasts its updated parameters. The number of bytes is the
+    same as with sharding, but each owner needs a message of its own (InternEvo, ``hybrid_zero_optim.py``:
+    ``dist.reduce`` and ``dist.broadcast``). ``tensors``: mesh axes over which parameters are distributed -> number of
+    parameters. ``reducer``: computes the seconds of single collectives.
     """
     groups = [(reducer.group(axes), count) for axes, count in tensors.items()]
     starts = sum(min(group.size, count) * group.one_way_start for group, count in groups)

@@ -301,8 +301,10 @@ class _ReductionTails:
 
     def delays_of_stage(self, stage: int, windows: Table, ahead: NDArray[np.float64]) -> StageDelays:
         """Return lower bounds on the seconds by which gradient reductions of the stage with index ``stage`` delay the
-        end of the step, as two tables by the block calls ``start:stop`` (such as layers) of the stage. The arguments
-        are those of :meth:`of_stage`."""
+        end of the step, as tables whose entry ``[start, stop]`` is for the block calls ``start:stop`` (such as layers).
+        ``windows``: a table of the seconds of one backward of the calls; infinite if the stage may not consist of them.
+        ``ahead``: for each possible ``start``, the most seconds of one backward on all stages in front, which hide
+        reductions."""
         start, stop = np.nonzero(np.isfinite(windows))
         whole, longer = np.maximum(0.0, self.of_stage(stage, windows, ahead)), np.zeros_like(windows)
         if self._is_simulated(start):

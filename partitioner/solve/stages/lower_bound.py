@@ -476,14 +476,19 @@ def _bound_step_around_stage(
     forward: Vector,
     delay: tuple[Vector | float, Vector | float],
 ) -> Vector:
-    """Return lower bounds in seconds on the step under 1F1B or GPipe that also count the calls behind the stage.
-    ``forward``: seconds of the stage's forward of a microbatch, without waits. The other arguments are those of
-    :func:`_bound_step_after_stage`.
+    """Return lower bounds in seconds on the step under 1F1B or GPipe if the stage with index ``stage`` runs the block
+    calls (such as layers) ``start:stop`` in ``times`` seconds per microbatch. In addition to
+    :func:`_bound_step_after_stage`, they count the calls behind the stage. ``start``, ``stop``, ``times`` and
+    ``forward`` are arrays of one shape.
 
     Under 1F1B, the first microbatch passes all stages and comes back to the stage, which has run ``w`` forwards by
     then. The stage then runs the other forwards and all backwards, and the last backward continues through all earlier
     calls. Under GPipe the stage runs all forwards first, the last microbatch passes all later stages, and then the
     backwards follow.
+
+    ``forward``: seconds of the stage's forward of a microbatch, without waits. ``others``: seconds of a microbatch on
+    the other stages. ``delay``: a pair: seconds from the last backward of this stage to the end of its reductions; and
+    the same for the first stage, plus the seconds by which reductions lengthen the last backward of this stage.
     """
     ahead, back, _, behind = others
     besides = behind[stop] + ahead[start] + np.maximum(back[start] + delay[1], delay[0])

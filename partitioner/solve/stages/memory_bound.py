@@ -188,7 +188,11 @@ class _BoundSearch:
         limit_s: float,
         goal_s: float,
     ) -> _BoundSearch:
-        """Return the search for a lower bound. The arguments are those of :func:`bound_fitting_cuts`."""
+        """Return a search for a lower bound on the pipeline. ``tables``: seconds and bytes of all possible stages.
+        ``timetable``: the order of the schedule's forwards and backwards. ``phases``: seconds of each virtual stage
+        under some cut, to find long paths. ``ranks``: the memory of each rank. ``microbatches_left``: how many
+        microbatches a step has more than the timetable. ``limit_s``: seconds of a known step. ``goal_s``: a bound that
+        is good enough."""
         microbatches = count_microbatches(timetable) + microbatches_left
         relaxed = _RelaxedCuts(tables, ranks, limit_s / microbatches)
         train, overlaps = tables.problem.train, tables.problem.overlap_steps
@@ -244,7 +248,9 @@ class _PricedCut(NamedTuple):
     """One way to cut the block calls (such as layers) into virtual stages and to recompute some of them.
 
     ``seconds``: the time of one microbatch by stage and phase (such as forward and the halves of backward), shape
-    ``[stages, phases]``. ``bytes``: the bytes of each kind that ``_NUM_KINDS`` describes, shape ``[kinds, stages]``.
+    ``[stages, phases]``. ``bytes``: shape ``[4, stages]``: bytes that do not depend on the number of microbatches in
+    flight; bytes of a microbatch whose backward has not begun; bytes of one between the two halves of its backward; and
+    the number of heavy calls.
     """
 
     seconds: Table

@@ -125,9 +125,11 @@ def _price_all_cuts(
     best: PricedSplit[Priced],
     cutoff_s: float,
 ) -> PricedSplit[Priced]:
-    """Return the cut into stages with the shortest step, with a lower bound on the step over all cuts. ``best``: the
-    cut with the shortest pipeline. ``tails``: for each stage, a table of seconds after the pipeline, which
-    ``run_tails`` of :func:`cut_for_step` returned. The other arguments are those of :func:`cut_for_step`.
+    """Return the cut into stages with the shortest step, with a lower bound on the step over all cuts. ``problem``: the
+    calls and stages. ``solve``: returns the cut with the shortest pipeline. ``price``: returns the seconds of a step
+    with a cut, and any further result. ``tails``: for each stage, a table of seconds after the pipeline, whose entry
+    ``[start, stop]`` is for the block calls ``start:stop`` (such as layers). ``best``: the cut with the shortest
+    pipeline. ``cutoff_s``: steps of at least this many seconds are of no use.
 
     If nothing is recomputed, the bound of a cut is its step time. Otherwise another recomputation may give a shorter
     step, and the bound is the least pipeline time of the cut plus the longest of its tails.

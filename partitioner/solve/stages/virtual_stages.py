@@ -207,8 +207,11 @@ def _solve_with_recompute(
     improved: bool,
     cutoff_s: float,
 ) -> StageSplit:
-    """Return the best cut of the block calls (such as layers) of ``problem`` into virtual stages, with the
-    recomputation that makes it fastest. The arguments are those of :func:`solve_virtual`."""
+    """Return the best cut of the block calls (such as layers) of ``problem`` into the virtual stages of ``schedule``,
+    with the recomputation that makes it fastest. ``num_ranks``: number of pipeline ranks. ``chunks``: number of virtual
+    stages on each rank; ``None``: the number that the schedule fixes. ``proven``: whether to compute also a tight lower
+    bound over all cuts. ``improved``: whether to improve the cuts by simulation of the schedule. ``cutoff_s``:
+    pipelines of at least this many seconds are of no use."""
     lacking: CapacityError | None = None
     found: list[StageSplit] = []
     try:
@@ -252,9 +255,10 @@ def _tighten_bound(
     proven: bool,
     cutoff_s: float,
 ) -> StageSplit:
-    """Return ``best``, a cut that fits, with a lower bound in seconds on all cuts. The bound is ``least``, or a tighter
-    one if ``proven`` is set and ``least`` is far from the time of ``best``. The other arguments are those of
-    :func:`solve_virtual`."""
+    """Return ``best``, a cut that fits, with a lower bound in seconds on all cuts of ``problem``. The bound is
+    ``least``, or a tighter one if ``proven`` is set and ``least`` is far from the time of ``best``. ``schedule``: name
+    or table of the schedule. ``num_ranks``: number of pipeline ranks. ``chunks``: number of virtual stages on each
+    rank; ``None``: the number that the schedule fixes. ``cutoff_s``: a bound of this many seconds is tight enough."""
     limit_s = min(best.ended_s, cutoff_s)
     if proven and least < limit_s * (1 - _CLOSE):
         # the cases take several times as long as the rest of the bound

@@ -71,7 +71,7 @@ class HasProgram(Protocol):
 
 @dataclass(frozen=True)
 class ProgramOnDevices:
-    """A program and the devices that it runs on, for simulation without a complete plan.
+    """A program (``program``) and the devices that it runs on, for simulation without a complete plan.
 
     ``topology``: the cluster. ``devices``: for each rank the index of its device in ``topology``. ``constraints``: the
     choices that the user fixed. ``precision``: number format of the computation, such as ``"bf16"``; ``None``: the

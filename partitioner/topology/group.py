@@ -295,8 +295,9 @@ def _build_pair_link(link: LinkOverride, plain: Level | Pattern | None) -> PairL
 
 
 def _find_connecting_level(topology: Topology, i: int, j: int) -> Level | Pattern | None:
-    """Return the links that connect the devices ``i`` and ``j`` (indices) apart from a direct link of this single pair:
-    a level of links, or the pattern of direct links of their node. Return ``None`` if nothing else connects them."""
+    """Return the links of ``topology`` that connect the devices ``i`` and ``j`` (indices) apart from a direct link of
+    this single pair: a level of links, or the pattern of direct links of their node. Return ``None`` if nothing else
+    connects them."""
     kind = int(topology.pattern_of[i])
     if kind >= 0 and topology.node_of[i] == topology.node_of[j]:
         name, matrix = topology.pattern_kinds[kind]

@@ -100,11 +100,13 @@ def first_readers(block: Block, products: Collection[fx.Node]) -> frozenset[fx.N
 class CastRules(NamedTuple):
     """How the operands of a product with its weight are cast.
 
-    - ``fused``: in forward, the kernel in front of the product writes the operand in fp8, as it is and transposed, if
-      the product is the ``first`` to read it. In backward, one kernel reads the gradient once and writes it twice
-      (NVIDIA's Transformer Engine). Without ``fused``, each product casts the tensors that it reads by itself.
-    - ``apart``: with ``fused``, a separate kernel casts the operand nevertheless, for example after a collective.
-    - ``current``: a tensor is scaled by its own largest absolute value, which is computed before the cast
+    - ``fused``: whether neighbouring kernels cast, as in NVIDIA's Transformer Engine. In forward, the kernel in front
+      of the product writes the operand in fp8, as it is and transposed. In backward, one kernel reads the gradient once
+      and writes it twice. If not ``fused``, each product casts the tensors that it reads by itself.
+    - ``first``: whether the product is the first that reads its operand. If ``fused``, only the first product needs a
+      cast in forward.
+    - ``apart``: whether a separate kernel casts the operand although ``fused`` is set, for example after a collective.
+    - ``current``: whether a tensor is scaled by its own largest absolute value, which is computed before the cast
       (``Float8CurrentScalingQuantizer``). Computing it takes two more launches. These launches read the whole tensor
       only with ``apart``, since otherwise the preceding kernel computes the maximum.
     - ``scaling``: the scaling granularity (``"tensor"``, ``"row"`` or ``"block"``). ``"nvfp4"``: everything is in NVFP4

@@ -313,9 +313,8 @@ def state_costs(
 
     def find(state: ModelState, layout: Layout, expert: bool, complete: bool, small: bool) -> StateCost:
         """Return the cost of one group of parameters or buffers that cost the same. ``state``: one of them. ``layout``:
-        its layout over ``tp``. ``expert``: it belongs to experts. ``complete``: every rank of ``cp`` computes its whole
-        gradient. ``small``: ZeRO-3 does not shard it.
-        """
+        its layout over ``tp``. ``expert``: whether it belongs to experts. ``complete``: whether every rank of ``cp``
+        computes its whole gradient. ``small``: whether it is so small that ZeRO-3 does not shard it."""
         trained = train and state.requires_grad
         apart = complete and trained and not expert
         own = {**mesh, "cp": 1} if apart else mesh

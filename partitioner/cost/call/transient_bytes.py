@@ -21,8 +21,8 @@ class Scattering(NamedTuple):
     ZeRO-2).
 
     ``num_bytes``: bytes of all buckets (buffers that collect gradients before they are sent). ``bucket``: bytes of one
-    bucket; a larger gradient has a bucket of its own. ``whole``: the receive buffer of a reduce-scatter is as large as
-    its send buffer.
+    bucket; a larger gradient has a bucket of its own. ``whole``: whether the receive buffer of a reduce-scatter is as
+    large as its send buffer, instead of one shard.
     """
 
     num_bytes: float = 0.0

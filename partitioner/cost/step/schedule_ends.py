@@ -129,9 +129,7 @@ def _find_ends(same: SameObject[Timetable]) -> tuple[frozenset[int], frozenset[i
 class _Lane:
     """The simulation of one pipeline rank in a step: its clock, and the collectives (gathers of parameters, reductions
     of gradients) that overlap with its computation. ``ends``: the block calls (such as layers) of the rank, and its
-    gradient buckets with the seconds of their collectives. ``table``: the schedule. The argument ``what`` of methods is
-    a number that stands for the kind of an action and its virtual stage, as in
-    :class:`partitioner.schedules.makespan.Waits`."""
+    gradient buckets with the seconds of their collectives. ``table``: the schedule."""
 
     def __init__(self, ends: RankEnds, table: Timetable) -> None:
         self.ends, self.table = ends, table
@@ -160,7 +158,8 @@ class _Lane:
 
     def first_forward(self, what: int, seconds: float) -> None:
         """Simulate the first forward of a virtual stage, which takes ``seconds``. Each of its block calls (such as
-        layers) waits for the gather of the parameters that it reads. ``what``: number of the kind of the action."""
+        layers) waits for the gather of the parameters that it reads. ``what``: a number for the virtual stage and the
+        kind of the action: six times the index of the virtual stage, plus the index of the kind."""
         run = self._find_run(what)
         costs = self.ends.problem.pace(run.number).costs
         work = {place: costs[place].forward_total_s for place in range(run.start, run.stop)}
@@ -176,8 +175,9 @@ class _Lane:
         """Simulate a backward of a virtual stage, from its last block call (such as a layer) to its first, and begin
         the reduction of each bucket (gradients that one collective reduces) once its gradients are complete.
 
-        ``what``: number of the kind of the action. ``seconds``: time of the backward without collectives. ``is_last``:
-        whether no backward of this virtual stage follows; if one follows, gradients are only scattered.
+        ``what``: a number for the virtual stage and the kind of the action: six times the index of the virtual stage,
+        plus the index of the kind. ``seconds``: time of the backward without collectives. ``is_last``: whether no
+        backward of this virtual stage follows; if one follows, gradients are only scattered.
         """
         calls = self._backwards.get(what)
         if calls is None:
@@ -190,9 +190,9 @@ class _Lane:
 
     def _list_backward_calls(self, what: int, seconds: float) -> list[tuple[float, Sequence[GradientBucket]]]:
         """Return the block calls (such as layers) of a backward in the order in which it runs them, as pairs (seconds,
-        buckets whose gradients are complete after the call). ``what``: number of the kind of the action: a whole
-        backward, or only the half that computes gradients of weights. ``seconds``: time of the backward without
-        collectives."""
+        buckets whose gradients are complete after the call). ``what``: a number for the virtual stage and the kind of
+        the action (a whole backward, or only the half for gradients of weights): six times the index of the virtual
+        stage, plus the index of the kind. ``seconds``: time of the backward without collectives."""
         run, weights = self._find_run(what), what % ENTRIES == _WEIGHTS
         costs, work = self.ends.problem.pace(run.number).costs, {}
         for place in range(run.start, run.stop):

@@ -388,10 +388,15 @@ def find_least_cuts(costs: Table) -> tuple[float, tuple[int, ...]]:
 
 
 def find_least_partial_cuts(costs: Table) -> tuple[float, tuple[int, ...], Table]:
-    """Return the two results of :func:`find_least_cuts` (the least sum of the stages' costs over all cuts of the block
-    calls, and the cuts that attain it), and a table of shape ``[stages + 1, calls + 1]``. The entry ``[k, call]`` of
-    the table is the least sum of the costs of the first ``k`` stages if they consist of the calls before ``call``.
-    ``costs``: the cost of each stage for each sequence of consecutive calls, as for :func:`find_least_cuts`."""
+    """Return three values: the least sum of the stages' costs over all cuts of the block calls (such as layers) into
+    stages; the cuts that attain it (the index of the first call of each stage, followed by the number of calls); and a
+    table of shape ``[stages + 1, calls + 1]``, whose entry ``[k, call]`` is the least sum of the costs of the first
+    ``k`` stages if they consist of the calls before ``call``.
+
+    ``costs``: the cost of each stage for each sequence of consecutive calls, shape ``[stages, calls + 1, width]``. The
+    last two indices are the end of the sequence (the call after its last) and its number of calls minus 1. A cost is
+    infinite if the stage may not consist of these calls.
+    """
     _, size, width = costs.shape
     # the first ``width`` entries stand for positions before the first call
     reached = np.full((len(costs) + 1, width + size), np.inf)

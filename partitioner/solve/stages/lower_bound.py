@@ -489,6 +489,7 @@ def _bound_step_around_stage(
     ``forward``: seconds of the stage's forward of a microbatch, without waits. ``others``: seconds of a microbatch on
     the other stages. ``delay``: a pair: seconds from the last backward of this stage to the end of its reductions; and
     the same for the first stage, plus the seconds by which reductions lengthen the last backward of this stage.
+    ``problem``: the calls and the schedule.
     """
     ahead, back, _, behind = others
     besides = behind[stop] + ahead[start] + np.maximum(back[start] + delay[1], delay[0])
@@ -514,14 +515,16 @@ def _bound_other_stages(problem: StageProblem, pace: Pace) -> OtherStageTimes:
 
 
 def _find_least_forward(cost: CallCost) -> float:
-    """Return the lesser of the forward seconds of a block call (such as a layer) without and with selective
-    recomputation. With it, the call may take less time, because it sends fewer activations to host memory."""
+    """Return the lesser of the forward seconds without and with selective recomputation. ``cost``: the cost of a block
+    call (such as a layer). With selective recomputation, the call may take less time, because it sends fewer
+    activations to host memory."""
     return min(cost.forward_total_s, cost.slim.forward_total_s) if cost.slim is not None else cost.forward_total_s
 
 
 def _find_least_backward(cost: CallCost) -> float:
-    """Return the lesser of the backward seconds of a block call (such as a layer) without and with selective
-    recomputation. With it, the call may take less time, because it fetches fewer activations from host memory."""
+    """Return the lesser of the backward seconds without and with selective recomputation. ``cost``: the cost of a block
+    call (such as a layer). With selective recomputation, the call may take less time, because it fetches fewer
+    activations from host memory."""
     return min(cost.backward_total_s, cost.slim.backward_total_s) if cost.slim is not None else cost.backward_total_s
 
 

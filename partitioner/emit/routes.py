@@ -49,8 +49,7 @@ class StageCalls:
     def forward_range(self, chunk: int) -> tuple[int, int]:
         """Return the range ``[start, end)`` of positions in ``calls``, the list of all block calls (such as layers) of
         this pipeline rank, that a forward of one virtual stage runs. ``chunk``: index of the virtual stage on the rank,
-        from 0. A forward of the first one also runs the calls that every rank runs for itself.
-        """
+        from 0. A forward of the virtual stage 0 also runs the calls that every rank runs for itself."""
         start, end = self.chunks[chunk]
         return (self.num_prologue, end) if chunk == 0 else (start, end)
 

@@ -67,10 +67,11 @@ class CallCost:
     - ``forward_s``, ``backward_s``: seconds without collectives. ``forward_comm_s``, ``backward_comm_s``: seconds of
       collectives. ``weights_s``: the part of ``backward_s`` that computes gradients of weights, which can run after the
       gradients of inputs are sent to the previous stage. ``flops``, ``backward_flops``: FLOPs of matrix products,
-      forward and backward; scores that the backward of a fused attention computes again do not count.
+      forward and backward, without the scores that the backward of a fused attention computes a second time.
     - ``saved_bytes``: bytes kept from forward to backward, without inputs. ``saved_inputs``: for each input, whether it
-      is kept, too. ``carried_bytes``: bytes held between the backward for gradients of inputs and that for gradients of
-      weights. ``working_bytes``: temporary bytes while the call runs. ``host_bytes``: bytes kept in host memory.
+      is also kept. ``carried_bytes``: bytes held between the backward for gradients of inputs and the backward for
+      gradients of weights. ``working_bytes``: temporary bytes while the call runs. ``host_bytes``: bytes kept in host
+      memory.
     - ``input_bytes``, ``output_bytes``: bytes of each input and output. ``output_grads``: for each output, whether it
       receives a gradient. ``state_bytes``: bytes of all parameters and buffers that the call reads. ``gathered_bytes``:
       bytes of parameters that ZeRO-3 gathers for it, and of their gradients.
@@ -78,12 +79,12 @@ class CallCost:
       for each input, whether it is kept under selective recomputation. ``selective_s``: seconds that this recomputation
       takes in backward. ``slim``: the whole cost with selective recomputation, if it cannot be derived from these
       fields; otherwise ``None``.
-    - ``pieces``: into how many pieces collectives are cut to overlap with matrix products. ``fp8``: whether products
-      with weights are in fp8 because this is faster.
+    - ``pieces``: the numbers of pieces into which collectives are cut to overlap with matrix products. ``fp8``: whether
+      products with weights are in fp8 because this is faster.
     - ``forward_only_s``: the part of the forward that full recomputation does not add to backward, because backward
       already contains it (selective recomputation, waits for gathered weights).
-    - ``hidden``: its ZeRO-3 collectives, which run while neighbouring calls compute, and the waits for collectives that
-      the seconds of this cost contain; ``None`` if it has none.
+    - ``hidden``: the call's ZeRO-3 collectives, which run while neighbouring calls compute, and the seconds of this
+      cost in which the call waits for collectives; ``None`` if it has none.
     """
 
     forward_s: float = 0.0

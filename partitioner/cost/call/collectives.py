@@ -233,8 +233,8 @@ def price_pieces(
 
 
 def _find_group(exchange: Exchange, groups: Mapping[str, Group]) -> Group | None:
-    """Return the group of ranks over which the collective ``exchange`` runs; ``None`` if its mesh axis has one rank.
-    ``groups``: mesh axis -> group of ranks."""
+    """Return the group of ranks over which the collective ``exchange`` runs; ``None`` if its mesh axis is not in
+    ``groups`` or has one rank. ``groups``: mesh axis -> group of ranks."""
     group = groups.get(exchange.axis)
     return None if group is None or group.size == 1 else group
 

@@ -132,9 +132,8 @@ def _find_heavy_calls(tables: StageTables) -> NDArray[np.bool_]:
 
 
 def _slow_each_rank(phases: Sequence[Phases], ranks: Sequence[RankMemory]) -> Iterator[list[Phases]]:
-    """Yield, for each of ``ranks``, seconds of all virtual stages: all stages take equally long (the mean of
-    ``phases``), except that those of the rank are slower. The longest path then goes through this rank.
-    """
+    """Yield, for each of ``ranks``, seconds of all virtual stages. The virtual stages of this rank are slower, and all
+    others take equally long (the mean of ``phases``). The longest path then goes through this rank."""
     names = list(Phases.__dataclass_fields__)
     mean = {name: sum(getattr(of_stage, name) for of_stage in phases) / len(phases) for name in names}
     even, slow = Phases(**mean), Phases(**{name: seconds * _SLOWER for name, seconds in mean.items()})
@@ -499,13 +498,13 @@ class _RelaxedCuts:
 
 def _complete_cuts(costs: Table, start: NDArray[np.int64], before: Table) -> Table:
     """Return, for each stage and each sequence of consecutive block calls (such as layers), the least sum of the costs
-    of all other stages if the stage consists of this sequence. It is infinite if the calls before and after the
+    of all other stages if the stage consists of this sequence. The sum is infinite if the calls before and after the
     sequence cannot be cut into the other stages.
 
     ``costs``: cost of each stage for each sequence. The result and ``costs`` have the shape ``[stages, calls + 1,
     width]``: the second index is the end of a sequence (the call after its last), the third its number of calls minus
     1. ``start``: the first call of each sequence, shape ``[calls + 1, width]``. ``before``: the least sum of the costs
-    of the first stages, as :func:`find_least_partial_cuts` returns it.
+    of the first ``k`` stages if they have the calls before ``call``, at the entry ``[k, call]``.
     """
     _, size, width = costs.shape
     behind = np.full((len(costs) + 1, size), np.inf)

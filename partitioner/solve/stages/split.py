@@ -240,10 +240,9 @@ class _Splitter:
         return self.split(self.balanced(best), best_cost)
 
     def balanced(self, best: list[int]) -> list[int]:
-        """Return cuts of the block calls (such as layers) into stages of nearly equal time: of all cuts whose pipeline
-        time is at most 1 % longer than that of ``best``, those with the least time of the slowest stage. Cuts are the
-        index of the first call of each stage, followed by the number of calls. ``best``: the cuts with the least
-        pipeline time.
+        """Return cuts of the block calls (such as layers) into stages of nearly equal time. Their pipeline time is at
+        most 1 % longer than that of ``best``, the cuts with the least pipeline time. Within this limit, the slowest
+        stage takes the least time. Cuts are the index of the first call of each stage, followed by the number of calls.
 
         With few microbatches the step time hardly depends on the cuts. Equal stages then need less memory and suit
         other schedules.

@@ -103,8 +103,8 @@ class GroupSpeeds:
         """Return a lower bound in seconds on the time in which all pipelines together process ``microbatches``
         microbatches, over every way to form pipelines of the groups. ``work``: seconds of one microbatch on all stages
         at speed 1. ``plain``: whether the schedule is GPipe or 1F1B; if not, the bound holds for any schedule.
-        ``ahead``: if each group has one stage, the least share of a stage's seconds that is its forward; 0 if groups
-        have several.
+        ``ahead``: if each group has one stage and steps do not overlap, the least share of a stage's seconds that is
+        its forward; otherwise 0.
 
         Let ``P`` be the number of pipelines. The fastest group of the slowest pipeline is at most as fast as the
         ``P``-th fastest group. If the ``J`` fastest groups work and the others are idle, the formula of GPipe and 1F1B,

@@ -5,7 +5,7 @@ reductions are thus hidden behind the rest of the backward, as in PyTorch's DDP 
 
 A hierarchical or compressed reduction takes several collectives, each over its own axes; the code calls them turns. A
 bucket starts its first turn when it is full. Each further turn starts after the next backward instruction, so that no
-turn waits for the one before. The remaining turns come at the end of the step.
+turn waits for the previous one. The remaining turns start at the end of the step.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _PER_RANK = 2_000_000
 
 
 def bucket_limit(ranks: int) -> int:
-    """Return the bytes of gradients at which a bucket (gradients that one collective of ``ranks`` ranks reduces) is
-    full: PyTorch's 25 MiB or, if that is more, Megatron-LM's one million two-byte gradients per rank. In a ring of many
-    ranks a smaller bucket would mostly wait for latency."""
+    """Return the bytes of gradients that fill a bucket, which one collective of ``ranks`` ranks reduces: PyTorch's 25
+    MiB or, if that is more, Megatron-LM's one million two-byte gradients per rank. In a ring of many ranks, the time of
+    a smaller bucket would be mostly latency."""
     return max(_LEAST_BUCKET, _PER_RANK * ranks)
 
 
@@ -61,8 +61,8 @@ class PlannedBucket:
     - ``states``: names of the parameters. ``axes``: the mesh axes over which their gradients are summed. ``sharded``:
       whether ZeRO shards the parameters or their gradients.
     - ``ready``: when the gradients are complete on this rank: (index of the action in the rank's order of forwards and
-      backwards, position in the stage of the block call, such as a layer, whose backward completes them). ``None`` if
-      there are no gradients, or if they must first be summed over the stages that share the parameters.
+      backwards, position in the stage of the block call, such as a layer, whose backward completes them). ``None``:
+      there are no gradients, or the gradients must first be summed over the stages that share the parameters.
     - ``each``: index of a virtual stage on the rank -> position in the stage of the block call whose backward is the
       last in this virtual stage to add to the bucket. It is filled under ZeRO-2 and ZeRO-3, which reduce-scatter the
       gradients of every microbatch.
@@ -84,11 +84,11 @@ class PlannedBucket:
 
     def done_by(self, index: int, chunk: int) -> int | None:
         """Return the position in the stage of the block call (such as a layer) after whose backward the reduction of
-        this bucket starts. A bucket is gradients that are reduced together. The result is ``None`` if the reduction
-        does not start in the given action, a forward or backward of one microbatch.
+        this bucket starts, if the reduction starts in the given action; otherwise ``None``. A bucket is gradients that
+        are reduced together. An action is a forward or backward of one microbatch.
 
-        ``index``: index of the action in the rank's order. ``chunk``: index on the rank of the virtual stage that it
-        runs.
+        ``index``: index of the action in the rank's order. ``chunk``: index on the rank of the virtual stage that the
+        action runs.
         """
         if self.each:
             return self.each.get(chunk)
@@ -103,13 +103,14 @@ def plan_buckets(
     limit: Callable[[tuple[str, ...]], int],
     zero: int = 0,
 ) -> list[PlannedBucket]:
-    """Group the gradients of one pipeline rank, ``gradients``, into buckets. The gradients of a bucket are reduced
-    together. Return the buckets in the order in which they are reduced. Under ZeRO-3 all sharded parameters that the
-    same calls read are one bucket, whatever its size.
+    """Group ``gradients``, those of one pipeline rank, into buckets, and return the buckets in the order in which they
+    are reduced. The gradients of a bucket are reduced together. Under ZeRO-3 all sharded parameters that the same calls
+    read are one bucket of any size.
 
-    ``stage``: the block calls (such as layers) of the rank. ``order``: its forwards and backwards in order. ``adds``:
-    for each parameter, the positions in the stage of the calls whose backward adds to its gradient. ``limit``: returns
-    the bytes that fill a bucket, given all mesh axes over which it is reduced. ``zero``: the ZeRO stage, 0 to 3.
+    ``stage``: the block calls (such as layers) of the rank. ``order``: the forwards and backwards of the rank in order.
+    ``adds``: for each parameter, the positions in the stage of the calls whose backward adds to its gradient.
+    ``limit``: function from all mesh axes over which a bucket is reduced to the bytes that fill it. ``zero``: the ZeRO
+    stage, 0 to 3.
     """
     last = {a.chunk: i for i, a in enumerate(order) if a.kind in ("B", "W")}
 
@@ -124,9 +125,8 @@ def plan_buckets(
     filling: dict[object, list[Gradient]] = {}
 
     def close(key: object) -> None:
-        """Turn the gradients that were collected under ``key`` into one bucket. The bucket is appended to ``buckets``,
-        the list of finished buckets of the enclosing function. The key is removed from its dict ``filling``: key ->
-        gradients."""
+        """Turn the gradients that were collected under ``key`` into one bucket. The bucket is appended to ``buckets``
+        and the key removed from ``filling`` (key -> gradients), both of the enclosing function."""
         content = filling.pop(key)
         action, position = done(content[-1])
         sharded = bool(content[0].sharded)
@@ -139,11 +139,10 @@ def plan_buckets(
         buckets.append(PlannedBucket(tuple(g.state for g in content), content[0].axes, ready, sharded, each))
 
     def together(gradient: Gradient) -> object:
-        """Return a key for ``gradient`` that is equal for gradients that may be in one bucket (reduced by one
-        collective). These are summed over the same mesh axes, sharded over the same axes and have the same number
-        format; their parameters are shared by the same stages and read by the same block calls (such as layers). Under
-        ZeRO-2 and ZeRO-3 the same virtual stages must add to them, too.
-        """
+        """Return a key for ``gradient``. Gradients with equal keys may be in one bucket (reduced by one collective):
+        they are summed over the same mesh axes, sharded over the same axes and have the same number format; their
+        parameters are shared by the same stages and read by the same block calls (such as layers). Under ZeRO-2 and
+        ZeRO-3 the same virtual stages must also add to them."""
         chunks = {stage.chunk_of(i) for i in adds.get(gradient.state, ())} if zero >= 2 and gradient.sharded else ()
         return gradient.axes, gradient.dtype, gradient.tied, gradient.sharded, gradient.readers, tuple(sorted(chunks))
 
@@ -168,15 +167,15 @@ def follow_buckets(
     buckets: Sequence[Sequence[str]],
     zero: int = 0,
 ) -> list[PlannedBucket]:
-    """Return buckets (gradients that are reduced together) for a further program on the same weights as a plan's main
-    program, such as evaluation beside training. Each bucket has the parameters of one bucket of the main program. Its
-    reduction starts at the place that suits the schedule of the further program. A bucket whose parameters have no
-    gradient in the further program only gathers parameters.
+    """Return the buckets (gradients that are reduced together) of a further program on the same weights as a plan's
+    main program, such as evaluation beside training. Each bucket has the parameters of one bucket of the main program,
+    but its reduction starts where the schedule of the further program completes its gradients. A bucket whose
+    parameters have no gradient in the further program only gathers parameters.
 
-    ``buckets``: for each bucket of the main program, the names of its parameters. ``stage``: the block calls (such as
-    layers) of the pipeline rank. ``order``: its forwards and backwards in order. ``gradients``: its gradients.
-    ``adds``: for each parameter, the positions in the stage of the calls whose backward adds to its gradient. ``zero``:
-    the ZeRO stage, 0 to 3.
+    ``buckets``: for each bucket of the main program, the names of its parameters. The other arguments describe one
+    pipeline rank of the further program. ``stage``: its block calls (such as layers). ``order``: its forwards and
+    backwards in order. ``gradients``: its gradients. ``adds``: for each parameter, the positions in the stage of the
+    calls whose backward adds to its gradient. ``zero``: the ZeRO stage, 0 to 3.
     """
     here = {g.state: g for g in gradients}
     planned = []
@@ -195,12 +194,12 @@ def follow_buckets(
 
 
 def _last(ready: tuple[int, int]) -> tuple[int, int]:
-    """Return a sort key for the time at which the gradients of a bucket are complete in a rank's schedule: later times
-    have greater keys. A bucket is gradients that one collective reduces.
+    """Return a sort key for ``ready``, the time at which the gradients of a bucket are complete in a rank's schedule:
+    later times have greater keys.
 
-    ``ready``: this time, as a pair: index of a backward in the rank's order of forwards and backwards; position, in the
-    stage, of the block call (such as a layer) that completes the gradients in this backward. A backward runs the calls
-    from the last position to the first, so a lower position is later.
+    ``ready`` is a pair: index of a backward in the rank's order of forwards and backwards; position, in the stage, of
+    the block call (such as a layer) that completes the gradients in this backward. A backward runs the calls from the
+    last position to the first, so a lower position is later.
     """
     return ready[0], -ready[1]
 
@@ -218,7 +217,7 @@ class ReductionScheme:
 
     ``inside``: for a hierarchical reduction, the number of neighbouring ranks of the mesh axis ``dp`` that form a
     group; gradients are reduce-scattered inside each group, then reduced between groups. 0: one reduction over all
-    ranks. ``compression``: format to which gradients are compressed on the outermost links; ``None``: not compressed.
+    ranks. ``compression``: format to which gradients are compressed for the outermost links; ``None``: not compressed.
     """
 
     inside: int = 0
@@ -278,13 +277,14 @@ def build_turn_instruction(stage: int, number: int, turn: Turn) -> Instruction:
 
 
 def with_turns(instructions: Sequence[Instruction], buckets: Sequence[PlannedBucket]) -> Iterator[Instruction]:
-    """Yield ``instructions``, the list of one pipeline rank, and insert the missing collectives of each gradient bucket
-    (gradients that are reduced together). If the reduction of a bucket takes several collectives, ``instructions`` have
-    only the first of them.
+    """Yield ``instructions``, the list of one pipeline rank, with the missing collectives of each gradient bucket
+    (gradients that are reduced together) inserted. If the reduction of a bucket takes several collectives,
+    ``instructions`` have only the first of them.
 
     After each later backward instruction, one more collective of every such bucket starts, so that computation hides
-    it. The remaining ones come at the end of the step, before the first SYNC (sums gradients of shared parameters over
-    stages) or STEP (waits for all reductions). ``buckets``: the buckets of the stage, in the order of their numbers.
+    it. The remaining collectives come at the end of the step, before the first SYNC (sums gradients of shared
+    parameters over stages) or STEP (waits for all reductions). ``buckets``: the buckets of the stage, in the order of
+    their numbers.
     """
     started = {i.bucket: index for index, i in enumerate(instructions) if i.op in ("SCATTER", "REDUCE")}
     waiting: list[deque[Instruction]] = []  # the remaining turns of each bucket

@@ -1,8 +1,8 @@
 """Plan the receives of each rank before each of its actions, in the order in which the transfers are sent.
 
-The transfers between two ranks in one direction form a first-in, first-out channel. If the sender's order differs from
-the order in which the receiver reads, the receiver also receives the earlier transfers, before the one that it reads.
-It never waits for a transfer that has not been sent by then.
+The transfers between two ranks in one direction form a first-in, first-out channel. The receiver may need them in
+another order than the sender sends them. Before the transfer that it needs, it then also receives all earlier transfers
+of the channel. A receiver never waits for a transfer that has not been sent by then.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Channel = tuple[int, int, Direction]  # source, target
 
 
 class Fetch(NamedTuple):
-    """One transfer between two consecutive virtual stages (parts of the model on different pipeline ranks), as its
-    receiver sees it.
+    """One transfer between two consecutive virtual stages (parts of the model on different pipeline ranks), from the
+    receiver's point of view.
 
     ``direction``: ``F`` for values, sent from virtual stage ``hop - 1`` to ``hop``; ``B`` for their gradients, sent
-    back from ``hop`` to ``hop - 1``. ``microbatch``: index of the microbatch. ``peer``: the pipeline rank that sends
-    it.
+    back from ``hop`` to ``hop - 1``. ``microbatch``: index of the microbatch. ``hop``: index of the later virtual
+    stage. ``peer``: the pipeline rank that sends.
     """
 
     direction: Direction
@@ -34,10 +34,10 @@ class Fetch(NamedTuple):
 
 
 def plan_fetches(orders: Sequence[Order], routes: Routes, train: bool) -> list[list[list[Fetch]]]:
-    """Return the transfers that each pipeline rank receives before each of its forwards and backwards of one
-    microbatch, indexed by rank and by the position in the rank's order. ``orders``: the forwards and backwards of each
-    rank in order. ``routes``: the values that are sent between virtual stages. ``train``: whether gradients are sent,
-    too."""
+    """Return, for each pipeline rank and each position in its order, the list of transfers that the rank receives
+    before the action at this position. ``orders``: the actions (forwards and backwards of one microbatch) of each rank
+    in order. ``routes``: the values that are sent between virtual stages. ``train``: whether gradients are also sent.
+    """
     own = group_stages_by_rank(routes.ranks, len(orders))
     sent: dict[Channel, list[Fetch]] = {}
     for rank, order in enumerate(orders):
@@ -64,8 +64,8 @@ def plan_fetches(orders: Sequence[Order], routes: Routes, train: bool) -> list[l
 
 
 def _find_sent_fetch(routes: Routes, rank: int, virtual: int, action: Action, train: bool) -> tuple[int, Fetch] | None:
-    """Return what an action (a forward or backward of one microbatch) of the pipeline rank ``rank`` sends, as (pipeline
-    rank that receives it, transfer); ``None`` if it sends nothing.
+    """Return the transfer that an action (a forward or backward of one microbatch) of the pipeline rank ``rank`` sends,
+    as (pipeline rank that receives it, transfer); ``None`` if the action sends nothing.
 
     ``virtual``: the virtual stage of the action, counted over all ranks. ``routes``: the values that are sent between
     virtual stages. ``train``: whether gradients are sent.
@@ -80,8 +80,8 @@ def _find_sent_fetch(routes: Routes, rank: int, virtual: int, action: Action, tr
 
 
 def _find_wanted_fetch(routes: Routes, virtual: int, action: Action, train: bool) -> Fetch | None:
-    """Return the transfer from another rank that an action (a forward or backward of one microbatch) of a pipeline rank
-    must receive first; ``None`` if it needs none.
+    """Return the transfer from another rank that a pipeline rank must receive before an action (a forward or backward
+    of one microbatch); ``None`` if the action needs none.
 
     ``virtual``: the virtual stage of the action, counted over all ranks. ``routes``: the values that are sent between
     virtual stages. ``train``: whether gradients are sent.

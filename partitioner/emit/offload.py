@@ -1,11 +1,12 @@
 """Insert the transfers to and from host memory into a stage's instructions. The instruction OFFLOAD starts a copy to
 host memory, FETCH starts a copy back, and FREE frees device memory.
 
-- Activations: OFFLOAD moves the activations that a block call keeps to host memory after its forward. FETCH brings them
-  back one computation ahead of its backward. This is done only if at least one other computation lies between.
+- Activations: after the forward of a block call, OFFLOAD moves the activations that the call keeps to host memory.
+  FETCH brings them back one computation ahead of the backward. This is done only if at least one other computation lies
+  between.
 - Optimizer states: every step starts with a FETCH of each parameter, because the optimizer has changed it in host
-  memory. The order is that in which they are read. OFFLOAD copies gradients to the host after the last backwards, as
-  soon as they are complete.
+  memory. The parameters are fetched in the order in which they are read. OFFLOAD copies gradients to the host after the
+  last backwards, as soon as they are complete.
 - Parameters: a FETCH comes one computation ahead of every block call that reads them. A FREE follows the call, unless
   the next computation reads them as well. Parameters that ZeRO-3 shards are fetched right before they are gathered.
 """
@@ -25,8 +26,8 @@ _APART = 2  # activations are offloaded only if forward and backward are further
 
 
 def select_offloads(offload: Sequence[Offload], train: bool) -> tuple[Offload, ...]:
-    """Return those kinds of data in ``offload``, such as ``"optimizer"``, that a program can keep in host memory, in a
-    fixed order. ``train``: whether the program trains; otherwise only parameters can be offloaded."""
+    """Return the kinds of data in ``offload``, such as ``"optimizer"``, that a program can keep in host memory, in a
+    fixed order. ``train``: whether the program trains; if not, only parameters can be offloaded."""
     kinds = OFFLOADS if train else ("parameters",)
     return tuple(kind for kind in kinds if kind in offload)
 
@@ -63,11 +64,11 @@ def with_fetches(
     instructions: Sequence[Instruction], calls: Sequence[CallData], hosted: Collection[str]
 ) -> list[Instruction]:
     """Return ``instructions``, the list of one pipeline rank, with one FETCH (copy from host memory) of each parameter
-    in ``hosted`` at the start of the step, in the order in which they are read. ``hosted``: names of the parameters
-    whose values are in host memory. ``calls``: the block calls (such as layers) of the stage.
+    in ``hosted`` at the start of the step, in the order in which the parameters are read. ``hosted``: names of the
+    parameters whose values are in host memory. ``calls``: the block calls (such as layers) of the stage.
 
-    Forwards are split before a block call that reads a parameter that no earlier call reads, so that they do not wait
-    for all transfers.
+    A forward is split before each block call that reads a parameter that no earlier call reads, so that the forward
+    does not wait for all transfers.
     """
     seen: set[str] = set()
     fetches: list[Instruction] = []
@@ -97,13 +98,13 @@ def with_passing(
     buckets: Mapping[int, Sequence[str]],
 ) -> list[Instruction]:
     """Return ``instructions``, the list of one pipeline rank, with instructions that copy parameters in host memory to
-    the device (FETCH) and free them (FREE). A parameter is copied one computation ahead of the computation that reads
-    it. The copy is freed afterwards, unless the next computation reads it, too.
+    the device (FETCH) and free the copies (FREE). A parameter is copied one computation ahead of the computation that
+    reads it. The copy is freed after this computation, unless the next one reads the parameter, too.
 
     ``hosted``: names of the parameters in host memory. ``calls``: the block calls (such as layers) of the stage.
     ``runs``: for each call, whether it has a backward. ``buckets``: the parameters that ZeRO shards, in buckets that
-    are all-gathered together: number of a bucket -> names of its parameters. Their shards are fetched right before each
-    all-gather of the bucket.
+    are all-gathered together: number of a bucket -> names of its parameters. The shards of a bucket are fetched right
+    before each all-gather of the bucket.
     """
     shared = {s for states in buckets.values() for s in states}
     places = [index for index, i in enumerate(instructions) if i.op in COMPUTING]
@@ -146,9 +147,9 @@ def with_gradients(
     the parameters ``wanted``, whose optimizer runs on the host.
 
     The gradients of a bucket (which one collective reduces) are offloaded after the backward instruction that follows
-    the last collective of the bucket. Gradients that are in no bucket, and those of ``tied`` parameters (which several
-    stages share), are offloaded before STEP, the end of the step. ``buckets``: for each bucket, the names of its
-    parameters.
+    the last collective of the bucket. Gradients outside of buckets, and gradients of the parameters ``tied`` (which
+    several stages share), are offloaded before STEP, the end of the step. ``buckets``: for each bucket, the names of
+    its parameters.
     """
     reducing = (
         k for k, i in enumerate(instructions) if i.op in ("SCATTER", "REDUCE") or (i.op == "GATHER" and i.gradients)
@@ -190,8 +191,8 @@ def _insert_instructions(
     before: Mapping[int, Sequence[Instruction]],
     after: Mapping[int, Sequence[Instruction]],
 ) -> Iterator[Instruction]:
-    """Yield ``instructions`` in order, with further ones inserted. ``before``, ``after``: the instructions to insert
-    before and after an instruction, by its index in ``instructions``, from 0."""
+    """Yield ``instructions`` in order, with further instructions inserted. ``before``, ``after``: index in
+    ``instructions``, from 0 -> the instructions to insert before, or after, the instruction with this index."""
     for index, instruction in enumerate(instructions):
         yield from before.get(index, ())
         yield instruction

@@ -5,11 +5,11 @@ layouts. Provides: a :class:`Program` in which
 
 - every stage runs the calls that stages share, and computes totals (sums over the global batch) once, before its
   pipeline starts;
-- a value travels from stage to stage up to its last reader, and its gradient travels back;
+- a value is sent from stage to stage up to its last reader, and its gradient is sent back;
 - gradients are reduced in buckets as soon as the last backward has computed them, while the backward continues;
 - every value and gradient is freed after its last use.
 
-Sends and receives never deadlock if each (sender, receiver, direction) is a first-in, first-out channel of its own. A
+Sends and receives never deadlock if each (sender, receiver, direction) has a first-in, first-out channel of its own. A
 transfer then waits only for its receive and for earlier transfers. See
 :class:`partitioner.runtime.program.instructions.Instruction`.
 """
@@ -73,10 +73,10 @@ class Layouts:
     - ``states``, ``values``: layout of parameters and buffers, and of values, over the mesh axis ``tp``; a missing name
       is replicated. ``context``: layout of values over ``cp``. ``experts``: layout of parameters and buffers over
       ``ep``.
-    - ``grad_axes``: the mesh axes over which a parameter's gradient is a partial sum after the last backward; a missing
-      name has none.
-    - ``batch_dims``: the dimension of each model input that is split over microbatches and ``dp``; an input whose name
-      is missing, or whose dimension is ``None``, is not split.
+    - ``grad_axes``: the mesh axes over which a parameter's gradient is a partial sum after the last backward; none for
+      a missing name.
+    - ``batch_dims``: the dimension of each model input that is split over microbatches and ``dp``. An input is not
+      split if its name is missing or its dimension is ``None``.
     - ``batch``: how the microbatches' results of a model output are combined: concatenated on a dimension (``S<dim>``),
       summed (``P``), or equal (``R``, the default).
     """
@@ -97,20 +97,20 @@ class ProgramSpec:
     - ``mesh``: number of ranks by mesh axis (1 if missing). ``schedule``: name or table of the pipeline schedule.
       ``virtual_stages``: number of virtual stages on each rank; ``None``: the number that the schedule fixes.
       ``objective``: ``train`` or ``infer`` (no backward). ``layouts``: how tensors are sharded over the mesh.
-    - ``num_microbatches``: microbatches of a step on each data-parallel rank. ``data_shares``: these numbers for each
-      data-parallel rank, if they differ; otherwise empty.
-    - ``recompute``: indices of the model's block calls (such as layers) whose activations are recomputed in backward.
-      ``selective``: indices of the calls in which only some nodes are recomputed. ``again``: these nodes: block ->
-      names of nodes.
+    - ``num_microbatches``: number of microbatches of a step on each data-parallel rank. ``data_shares``: the number of
+      microbatches of each data-parallel rank, if the numbers differ; otherwise empty.
+    - ``recompute``: indices of the model's block calls (such as layers) whose activations are recomputed in full in
+      backward. ``selective``: indices of the calls in which only some nodes are recomputed. ``again``: block -> names
+      of these nodes.
     - ``zero``: the ZeRO stage. ``dp_shard``: number of ``dp`` ranks that shard a parameter (0: all). ``left_whole``:
       names of the parameters that ZeRO-3 does not shard.
-    - ``layout_of``: another program on the same weights; this program then shards parameters and fills buckets as that
-      one does. ``None``: both are chosen.
+    - ``layout_of``: another program on the same weights, whose sharding of parameters and whose buckets this program
+      takes over. ``None``: both are chosen.
     - ``bucket_bytes``: bytes of gradients that are reduced together; ``None``: a default. ``reducing``: the scheme of
       gradient reductions.
-    - ``etp``: number of ranks over which one expert is sharded (0: ``tp``). ``fused_attention``: attention kernels save
-      no scores for backward. ``whole_scatter``: a reduce-scatter needs a receive buffer for the whole tensor.
-      ``offload``: the kinds of data in host memory or on disk, such as ``"optimizer"``.
+    - ``etp``: number of ranks over which one expert is sharded (0: ``tp``). ``fused_attention``: whether attention
+      kernels save no scores for backward. ``whole_scatter``: whether a reduce-scatter needs a receive buffer for the
+      whole tensor. ``offload``: the kinds of data in host memory or on disk, such as ``"optimizer"``.
     """
 
     mesh: Mapping[str, int]
@@ -139,9 +139,10 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
     """Return the program that all ranks run: instructions, blocks, values and states (parameters and buffers).
 
     ``model``: blocks and ``values`` have one rank's shapes for one microbatch; ``states`` and ``inputs`` have their
-    global shapes. ``stage_of_call``: the virtual stage of each of ``model.calls``, the uses of blocks such as layers,
-    from 0; it must not decrease. Entries of calls that all stages share, or that run before the pipeline starts, are
-    ignored: these run on every rank that reads their results. ``spec``: the mesh, the schedule and the techniques.
+    global shapes. ``stage_of_call``: the virtual stage, from 0, of each of ``model.calls`` (block calls, such as
+    layers); the stages must not decrease. Entries are ignored for calls that all stages share, or that run before the
+    pipeline starts, because such a call runs on every rank that reads its results. ``spec``: the mesh, the schedule and
+    the techniques.
 
     Raises :class:`EmitError` if the stages do not form a pipeline, and ``ScheduleError`` if the schedule cannot run.
     """
@@ -185,9 +186,8 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
             tied.setdefault(state.stages, []).append(name)
 
     def limit(axes: tuple[str, ...]) -> int:
-        """Return the bytes at which a bucket (gradients that are reduced together) is full, if it is reduced over the
-        mesh axes ``axes``.
-        """
+        """Return the bytes that fill a bucket (gradients that are reduced together) if it is reduced over the mesh axes
+        ``axes``."""
         return spec.bucket_bytes or bucket_limit(math.prod(sizes_of_axes[axis] for axis in axes))
 
     calls = [tuple(_build_call_data(model, i) for i in here.calls) for here in routes.stages]
@@ -242,10 +242,9 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
         return result
 
     def chosen(s: int, calls: set[int]) -> tuple[int, ...]:
-        """Return the positions on one pipeline stage of those block calls (such as layers) that are in ``calls`` and
-        have a backward. ``s``: index of the stage. ``calls``: indices of block calls in the model, such as those that
-        are recomputed.
-        """
+        """Return the positions, on the pipeline stage with index ``s``, of the block calls (such as layers) that are in
+        ``calls`` and have a backward. ``calls``: indices of block calls in the model, such as those that are
+        recomputed."""
         return tuple(p for p, i in enumerate(routes.stages[s].calls) if i in calls and flow.has_backward(i))
 
     whole, slim = set(spec.recompute), set(spec.selective) - set(spec.recompute)
@@ -342,9 +341,9 @@ def _derive_instruction_lists(lists: Callable[[int], Lists], found: SteadyState 
     """Return, for each pipeline stage, its buckets (parameters whose gradients are reduced together) and its
     instructions, for a step of ``num_microbatches`` microbatches.
 
-    ``lists``: function that computes both in full for any number of microbatches. ``found``: the repeating part of the
-    schedule; the instructions are then stored as those of a step with few microbatches, with the numbers of times that
-    groups of them are repeated. ``None``: they are stored in full.
+    ``lists``: function from a number of microbatches to the buckets and full instructions of each stage. ``found``: the
+    repeating part of the schedule; the instructions are then stored in compressed form: those of a step with few
+    microbatches, and how often groups of them are repeated. ``None``: the instructions are stored in full.
     """
     if found is None:
         return lists(num_microbatches)
@@ -358,10 +357,9 @@ def _derive_instruction_lists(lists: Callable[[int], Lists], found: SteadyState 
 
 
 def _check_mesh(mesh: Mapping[str, int], objective: str, model: FoldedModel, dp_shard: int) -> None:
-    """Raise ``EmitError`` for a mesh or an objective that cannot be emitted: ``mesh`` has an unknown axis or a size
-    below 1; ``dp_shard`` does not divide the size of ``dp``; or ``objective`` is ``train`` and ``model`` has no loss.
-    ``mesh``: axis name -> number of ranks. ``dp_shard``: number of ``dp`` ranks that shard a parameter; 0: all.
-    """
+    """Raise ``EmitError`` if ``mesh`` has an unknown axis or a size below 1, if ``dp_shard`` does not divide the size
+    of ``dp``, or if ``objective`` is ``train`` and ``model`` has no loss. ``mesh``: axis name -> number of ranks.
+    ``dp_shard``: number of ``dp`` ranks that shard a parameter; 0: all."""
     unknown = set(mesh) - set(MESH_AXES)
     if unknown or any(size < 1 for size in mesh.values()):
         raise EmitError(f"mesh {dict(mesh)}: its axes are {', '.join(MESH_AXES)}, each of at least one rank")
@@ -443,12 +441,12 @@ def _build_state_data(
 
 
 def _with_layout_of(states: Mapping[str, StateData], read: Collection[str], base: Program) -> dict[str, StateData]:
-    """Return the parameters and buffers of a program, adapted to the program ``base`` on the same weights. Parameters
-    and buffers that only ``base`` has are added, and those that this program does not read get the placement that they
-    have in ``base``. ``states``: name -> parameter or buffer.
+    """Return ``states``, the parameters and buffers of a program by name, adapted to the program ``base`` on the same
+    weights. Parameters and buffers that only ``base`` has are added. Those that this program does not read get their
+    placement in ``base``.
 
     ``read``: names of the parameters and buffers that this program's calls or updates use. These keep their layout, and
-    are also placed on stages where only ``base`` reads them. If ``base`` has another layout for them, a later check of
+    are also placed on stages where only ``base`` reads them. If their layout in ``base`` is different, a later check of
     the program raises an error.
     """
     found = dict(states)
@@ -467,9 +465,9 @@ def _with_layout_of(states: Mapping[str, StateData], read: Collection[str], base
 
 def _list_buckets_to_share(base: Program, stage: int, train: bool) -> list[tuple[str, ...]]:
     """Return the buckets (parameters whose gradients are reduced together) of the program ``base`` on one pipeline
-    stage, each as the names of its parameters. A further program on the same weights can then have the same buckets.
+    stage, each as the names of its parameters, for a further program on the same weights.
 
-    ``stage``: index of the stage. ``train``: whether the further program trains; otherwise only buckets of parameters
+    ``stage``: index of the stage. ``train``: whether the further program trains. If not, only buckets of parameters
     that ZeRO shards are returned, since it has to gather these.
     """
     buckets = [b.states for b in base.stages[stage].buckets]
@@ -480,8 +478,9 @@ def _build_gradient(
     name: str, state: StateData, trained: bool, sizes: Mapping[str, int], readers: tuple[int, ...]
 ) -> Gradient:
     """Return the description of the gradient of the parameter ``name`` on one rank. ``state``: shape, dtype and layout
-    of the parameter. ``trained``: whether it has a gradient. ``sizes``: number of ranks by mesh axis. ``readers``:
-    positions of the stage's block calls (such as layers) that read it, kept only if ZeRO shards it."""
+    of the parameter. ``trained``: whether the parameter has a gradient. ``sizes``: number of ranks by mesh axis.
+    ``readers``: positions of the stage's block calls (such as layers) that read the parameter; they are ignored unless
+    ZeRO shards it."""
     shape = local_shape(Layout.parse(state.expert_layout), state.shape, sizes["ep"])
     shape = local_shape(Layout.parse(state.layout), shape, sizes["tp"])
     tied = state.stages if len(state.stages) > 1 else ()
@@ -497,16 +496,14 @@ def _build_gradient(
 
 
 def _find_reader_positions(calls: Sequence[CallData], state: str) -> tuple[int, ...]:
-    """Return the positions in ``calls``, the block calls (such as layers) of a pipeline stage, of those that read the
-    parameter ``state``.
-    """
+    """Return the positions of the block calls (such as layers) that read the parameter ``state`` in ``calls``, the
+    calls of a pipeline stage."""
     return tuple(position for position, call in enumerate(calls) if state in call.states)
 
 
 def _find_gradient_additions(here: StageCalls, flow: GradientFlow) -> dict[str, list[int]]:
-    """Return, for each parameter with a gradient on a pipeline rank, the positions of the block calls (such as layers)
-    whose backward adds to it: name -> positions in increasing order. ``here``: the calls of the rank. ``flow``: which
-    gradients calls compute.
+    """Return name of a parameter -> positions, in increasing order, of the block calls (such as layers) on a pipeline
+    rank whose backward adds to its gradient. ``here``: the calls of the rank. ``flow``: which gradients calls compute.
     """
     adds: dict[str, list[int]] = {}
     for position, i in enumerate(here.calls):
@@ -516,9 +513,9 @@ def _find_gradient_additions(here: StageCalls, flow: GradientFlow) -> dict[str, 
 
 
 def _stage_flow(model: FoldedModel, here: StageCalls, flow: GradientFlow) -> StageFlow:
-    """Return, for each block call (such as a layer) of a pipeline rank, the names of the values whose gradients its
-    backward reads, those whose gradients it computes, and whether it has a backward. ``here``: the calls of the rank.
-    ``flow``: which calls of ``model`` compute and read which gradients."""
+    """Return, for each block call (such as a layer) of a pipeline rank: the names of the values whose gradients its
+    backward reads, the names of the values whose gradients its backward computes, and whether it has a backward.
+    ``here``: the calls of the rank. ``flow``: which calls of ``model`` compute and read which gradients."""
     return StageFlow(
         takes=tuple(tuple(v for v in model.calls[i].outputs if v in flow.values) for i in here.calls),
         gives=tuple(flow.inputs[i] for i in here.calls),
@@ -527,10 +524,9 @@ def _stage_flow(model: FoldedModel, here: StageCalls, flow: GradientFlow) -> Sta
 
 
 def _build_value_data(model: FoldedModel, flow: GradientFlow, layouts: Layouts) -> dict[str, Value]:
-    """Return a description of each input of ``model`` and each output of its block calls (such as layers): name of the
-    value -> shape, dtype, layouts, and whether a gradient flows to it. ``layouts``: layouts of the values over the
-    mesh. ``flow``: which values have gradients.
-    """
+    """Return name of a value -> its shape, dtype, layouts, and whether a gradient flows to it, for each input of
+    ``model`` and each output of its block calls (such as layers). ``layouts``: layouts of the values over the mesh.
+    ``flow``: which values have gradients."""
     names = [i.value for i in model.inputs] + [v for c in model.calls for v in c.outputs]
     return {
         name: Value(

@@ -1,8 +1,8 @@
 """Assign the block calls (such as layers) to ranks, and route each value and gradient from stage to stage.
 
 The schedule determines which rank holds each virtual stage. A value that a call of virtual stage ``k`` computes is
-forwarded to ``k + 1``, ``k + 2``, ... until every rank that reads it has received it. Nothing is sent between virtual
-stages of one rank.
+forwarded to ``k + 1``, ``k + 2``, ... until all ranks that read the value have received it. Nothing is sent between
+virtual stages of one rank.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class EmitError(PartitionError):
 class StageCalls:
     """The block calls (such as layers) that one pipeline rank runs, and what they read from outside the pipeline.
 
-    ``calls``: indices of the calls in the model. The first ``num_prologue`` run before the pipeline starts (prologue),
-    then come the calls that every stage runs for itself, then the calls of each virtual stage of the rank. ``chunks``:
-    for each virtual stage, the range ``[start, end)`` of its positions in ``calls``. ``loads``: for each virtual stage,
-    the names of the model inputs that it is the first on this rank to read. ``prologue_loads``: names of the model
-    inputs that the prologue reads. ``totals``: names of the values that the prologue computes and that are summed over
-    the global batch, such as the number of targets.
+    ``calls``: indices of the calls in the model, in three parts: ``num_prologue`` calls that run before the pipeline
+    starts (prologue), the calls that every stage runs for itself, and the calls of each virtual stage of the rank.
+    ``chunks``: for each virtual stage, the range ``[start, end)`` of its positions in ``calls``. ``loads``: for each
+    virtual stage, the names of the model inputs that no earlier virtual stage of this rank reads. ``prologue_loads``:
+    names of the model inputs that the prologue reads. ``totals``: names of the values that the prologue computes and
+    that are summed over the global batch, such as the number of targets.
     """
 
     calls: tuple[int, ...]
@@ -40,20 +40,16 @@ class StageCalls:
     totals: tuple[str, ...]
 
     def chunk_of(self, position: int) -> int:
-        """Return which virtual stage of this pipeline rank a block call (such as a layer) belongs to, as the index of
-        the virtual stage on the rank, from 0. ``position``: position of the call in ``calls``, the list of all calls
-        that the rank runs.
-
-        The list begins with calls that belong to no virtual stage: calls that run before the pipeline starts, and calls
-        that every rank runs for itself. ``position`` must not be one of these.
-        """
+        """Return the index, on this pipeline rank, of the virtual stage to which a block call (such as a layer)
+        belongs, from 0. ``position``: position of the call in ``calls``, the list of all calls that the rank runs. It
+        must be a call of a virtual stage, not one of the calls at the start of the list, which run before the pipeline
+        starts or which every rank runs for itself."""
         return next(c for c, (start, end) in enumerate(self.chunks) if start <= position < end)
 
     def forward_range(self, chunk: int) -> tuple[int, int]:
         """Return the range ``[start, end)`` of positions in ``calls``, the list of all block calls (such as layers) of
         this pipeline rank, that a forward of one virtual stage runs. ``chunk``: index of the virtual stage on the rank,
-        from 0. A forward of the first one also runs the calls that every rank runs for itself.
-        """
+        from 0. A forward of the virtual stage 0 also runs the calls that every rank runs for itself."""
         start, end = self.chunks[chunk]
         return (self.num_prologue, end) if chunk == 0 else (start, end)
 
@@ -64,8 +60,8 @@ class Routes:
 
     ``ranks[k]``: the rank of virtual stage ``k``. ``stages``: the block calls (such as layers) of each rank.
     ``arriving[k]``: names of the values that virtual stage ``k`` receives from ``k - 1``. ``returning[k]``: names of
-    the values in ``arriving[k]`` whose gradients are sent back. ``home``: for each value that is a model output, the
-    loss or the new value of a buffer (by name), the rank that provides it.
+    the values in ``arriving[k]`` whose gradients are sent back. ``home``: name of a value -> the rank that provides it,
+    for model outputs, the loss and the new values of buffers.
     """
 
     ranks: tuple[int, ...]
@@ -125,11 +121,11 @@ def make_routes(
 
 
 def _find_value_hops(start: int, readers: set[int], ranks: Sequence[int]) -> list[int]:
-    """Return the virtual stages that receive a value from the virtual stage before them, in increasing order.
+    """Return the indices of the virtual stages that receive a value from the previous virtual stage, in increasing
+    order. Each rank that reads or forwards the value receives it once, at its first virtual stage after ``start``.
 
     ``start``: index of the virtual stage that computes the value. ``readers``: indices of the virtual stages that read
-    it. ``ranks``: pipeline rank of each virtual stage. Each rank that reads or forwards the value receives it once, at
-    its first virtual stage after ``start``.
+    the value. ``ranks``: pipeline rank of each virtual stage.
     """
     hops: set[int] = set()
     for reader in sorted(readers):
@@ -145,8 +141,8 @@ def _find_value_hops(start: int, readers: set[int], ranks: Sequence[int]) -> lis
 
 def _find_reached_ranks(hop: int, hops: Sequence[int], ranks: Sequence[int]) -> set[int]:
     """Return the pipeline ranks that get a value through one of its transfers: the receiver, and all ranks to which the
-    value is sent on from there. (If one of them computes a gradient of the value, the gradient is sent back against
-    this transfer.)
+    value is forwarded from there. If one of these ranks computes a gradient of the value, the gradient is sent back
+    along this transfer.
 
     ``hop``: index of the virtual stage that receives the transfer. ``hops``: indices of all virtual stages that receive
     the value, in increasing order. ``ranks``: rank of each virtual stage.
@@ -160,8 +156,8 @@ def _find_reached_ranks(hop: int, hops: Sequence[int], ranks: Sequence[int]) -> 
 
 def check_stages(model: FoldedModel, stage_of_call: Sequence[int], num_stages: int) -> None:
     """Raise :class:`EmitError` unless ``stage_of_call`` has one entry for each block call (such as a layer) of
-    ``model``, each is a valid index of a virtual stage, and the entries never decrease. The entries of calls that every
-    stage may run are not checked. ``num_stages``: number of virtual stages."""
+    ``model``, each entry is a valid index of a virtual stage, and the entries never decrease. Entries of calls that
+    every stage may run are not checked. ``num_stages``: number of virtual stages."""
     if len(stage_of_call) != len(model.calls):
         raise EmitError(
             f"stage_of_call has {len(stage_of_call)} entries for {len(model.calls)} calls; give one for each"
@@ -185,8 +181,8 @@ def check_stages(model: FoldedModel, stage_of_call: Sequence[int], num_stages: i
 
 def _stage_calls(model: FoldedModel, chunks: Sequence[Sequence[int]], leaving: Sequence[str]) -> StageCalls:
     """Return the block calls (such as layers) of ``model`` that one pipeline rank runs: the calls of its virtual
-    stages, and calls outside of stages whose results it needs. Calls outside of stages run before the pipeline starts,
-    or every rank that needs their results runs them for itself.
+    stages, and the calls outside of stages whose results it needs. The latter run before the pipeline starts, or on
+    every rank that needs their results.
 
     ``chunks``: for each virtual stage of the rank, the indices of its calls in the model. ``leaving``: names of values
     that this rank provides as outputs of the model and that no virtual stage computes. Raise :class:`EmitError` if a

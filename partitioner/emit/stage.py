@@ -20,7 +20,7 @@ from partitioner.schedules.actions import Action, Order, group_stages_by_rank
 
 @dataclass(frozen=True)
 class StageFlow:
-    """Gradients that the backward of each block call (such as a layer) of a pipeline stage reads and computes. All
+    """The gradients that the backward of each block call (such as a layer) of a pipeline stage reads and computes. All
     fields have one entry per call.
 
     ``takes``: the names of the values whose gradients its backward reads. ``gives``: the names of the values whose
@@ -37,17 +37,18 @@ class StageJob:
     """All inputs from which the instructions of one pipeline rank are built. "Stage" means everything that the rank
     holds, in one or several virtual stages.
 
-    - ``stage``: index of the rank along the mesh axis ``pp``, of ``num_stages``. ``num_microbatches``: microbatches of
-      a step. ``train``: whether there are backwards. ``routes``: the values sent between virtual stages. ``calls``: the
-      block calls (such as layers) of the stage. ``flow``: the gradients that their backwards read and compute.
-    - ``order``: the forwards and backwards of the rank. ``fetches``: for each of them, the transfers received before
-      it. ``buckets``: the gradients that are reduced together.
+    - ``stage``: index of the rank along the mesh axis ``pp``. ``num_stages``: number of ranks along ``pp``.
+      ``num_microbatches``: number of microbatches of a step. ``train``: whether there are backwards. ``routes``: the
+      values sent between virtual stages. ``calls``: the block calls (such as layers) of the stage. ``flow``: the
+      gradients that the backwards of the calls read and compute.
+    - ``order``: the forwards and backwards of the rank. ``fetches``: for each forward and backward, the transfers
+      received before it. ``buckets``: the gradients that are reduced together.
     - ``syncs``: names of the parameters shared with other stages, in one tuple for each set of stages that share them.
       ``total_axes``: the mesh axes over which results of the calls before the pipeline are summed. ``zero``: the ZeRO
       stage. ``offload``: the kinds of data in host memory.
     - ``hosted``: names of the parameters in host memory. ``trained``: names of the stage's parameters with a gradient.
       ``updates``: names of the buffers that forward changes, in one tuple for each set of stages that hold them.
-      ``new_values``: for each such buffer whose new value this stage computes, the name of that value.
+      ``new_values``: name of such a buffer -> name of its new value, for new values that this stage computes.
     """
 
     stage: int
@@ -72,9 +73,8 @@ class StageJob:
 
     @property
     def by_call(self) -> bool:
-        """Return whether each block call (such as a layer) gets its own forward and backward instruction. This is so if
-        its parameters are gathered or fetched for it, or if its activations are offloaded after it.
-        """
+        """Return whether each block call (such as a layer) gets its own forward and backward instruction, because its
+        parameters are gathered or fetched for it, or because its activations are offloaded after it."""
         if "parameters" in self.offload or (self.train and "activations" in self.offload):
             return True
         return self.zero == 3 and any(bucket.sharded for bucket in self.buckets)
@@ -87,9 +87,9 @@ class StageJob:
         return group_stages_by_rank(self.routes.ranks, self.num_stages)[self.stage]
 
     def is_sent(self, hops: Sequence[Sequence[str]], virtual: int) -> bool:
-        """Return whether the virtual stage with the index ``virtual`` receives anything from the preceding one; false
-        if the model has no virtual stage with this index. ``hops``: for each virtual stage, the names of the values
-        that it receives. ``virtual``: index counted over all ranks."""
+        """Return whether the virtual stage with the index ``virtual`` (counted over all ranks) receives anything from
+        the preceding one. Return false if the model has no virtual stage with this index. ``hops``: for each virtual
+        stage, the names of the values that it receives."""
         return virtual < len(hops) and bool(hops[virtual])
 
 
@@ -105,9 +105,8 @@ def updates_of(states: Mapping[str, StateData], stage: int) -> list[tuple[str, .
 
 def stage_instructions(job: StageJob) -> tuple[Instruction, ...]:
     """Return the instruction list that all ranks of one pipeline stage run in a step: computations, transfers,
-    reductions and frees. ``job``: the block calls (such as layers) of the stage, its schedule, the gradients that it
-    reduces together, and the data in host memory.
-    """
+    reductions and frees. ``job``: the block calls (such as layers) of the stage, its schedule, its gradient buckets,
+    and the data in host memory."""
     instructions = list(_emit_prologue(job))
     known = _ActionForms(job)
     for index, action in enumerate(job.order):
@@ -161,7 +160,7 @@ class _ActionForms:
 
     def list_instructions(self, action: Action, index: int) -> list[Instruction]:
         """Return the instructions of ``action``: loads of inputs, receives, block calls (such as layers), the send, and
-        the reductions of gradients that start in it. ``index``: index of the action in the rank's order."""
+        the reductions of gradients that start in the action. ``index``: index of the action in the rank's order."""
         reduced = self.find_reductions(action, index)
         key = action.kind, action.chunk, *((position, *numbers) for position, numbers in reduced.items())
         parts = self.actions.get(key)
@@ -189,7 +188,8 @@ class _ActionForms:
         return reduced
 
     def find_receive(self, fetch: Fetch) -> Instruction:
-        """Return the receive instruction (RECV_F, RECV_B) of the transfer ``fetch``, for any microbatch."""
+        """Return the receive instruction (RECV_F or RECV_B) of the transfer ``fetch``. Its microbatch may be that of
+        another transfer of the same values."""
         key = fetch.direction, fetch.hop, fetch.peer
         if key not in self.fetched:
             job = self.job
@@ -230,10 +230,9 @@ def _emit_forward(job: StageJob, action: Action) -> Iterator[Instruction]:
 
 def _emit_backward(job: StageJob, action: Action, reduced: Mapping[int, Sequence[int]]) -> Iterator[Instruction]:
     """Yield the instructions of ``action``, a backward of one microbatch, after its receives: block calls (such as
-    layers), the send, and the reductions of gradients that start in it. ``job``: the calls, transfers and gradient
-    buckets (gradients that one collective reduces) of the pipeline rank. ``reduced``: position of a call -> indices of
-    the buckets whose reduction starts after the backward of this call.
-    """
+    layers), the send, and the reductions of gradients that start in the action. ``job``: the calls, transfers and
+    gradient buckets (gradients that one collective reduces) of the pipeline rank. ``reduced``: position of a call ->
+    indices of the buckets whose reduction starts after the backward of this call."""
     here, routes = job.routes.stages[job.stage], job.routes
     virtual = job.held[action.chunk]
     at: dict[str, Any] = {"stage": job.stage, "microbatch": action.microbatch}
@@ -251,11 +250,12 @@ def _emit_backward(job: StageJob, action: Action, reduced: Mapping[int, Sequence
 
 
 def _split_call_range(start: int, end: int, cuts: Iterable[int], runs: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Yield the ranges ``(start, end)`` into which a range of block calls (such as layers) is split, the last one
+    """Yield the ranges ``[start, end)`` into which a range of block calls (such as layers) is split, the last one
     first. A cut is ignored if none of the calls before it in the range has a backward.
 
-    ``start``, ``end``: the range ``[start, end)`` of positions in the stage. ``cuts``: positions at which a new range
-    begins. ``runs``: for each call of the stage, whether it has a backward."""
+    ``start``, ``end``: the range of positions in the stage. ``cuts``: positions at which a new range begins. ``runs``:
+    for each call of the stage, whether it has a backward.
+    """
     here = end
     for cut in sorted((c for c in cuts if any(runs[start:c])), reverse=True):
         yield cut, here
@@ -282,7 +282,8 @@ def _emit_step_end(job: StageJob) -> Iterator[Instruction]:
 def _start_bucket_reduction(job: StageJob, number: int) -> Instruction:
     """Return the first instruction of the reduction of a bucket (gradients that one collective reduces). The
     instruction is SCATTER (reduce-scatter to shards) if ZeRO shards the parameters, otherwise the first planned
-    collective of the bucket. ``job``: the buckets of the pipeline rank. ``number``: index of the bucket among them."""
+    collective of the bucket. ``job``: the buckets of the pipeline rank. ``number``: index of the bucket in
+    ``job.buckets``."""
     bucket = job.buckets[number]
     if bucket.sharded:
         return Instruction(op="SCATTER", stage=job.stage, bucket=number)
@@ -298,8 +299,8 @@ def insert_frees(
     """Return ``instructions``, the list of one pipeline rank, with an instruction FREE after the last use of each value
     and gradient. A model input that is loaded several times is freed before it is loaded again.
 
-    ``calls``: the block calls (such as layers) of the stage. ``flow``: the gradients that the backward of each of them
-    reads and computes. ``new_values``: for each buffer that forward changes, the name of the value that becomes its
+    ``calls``: the block calls (such as layers) of the stage. ``flow``: the gradients that the backward of each call
+    reads and computes. ``new_values``: name of each buffer that forward changes -> name of the value that becomes its
     content.
     """
     totals = {v for i in instructions if i.op == "TOTAL" for v in i.values}
@@ -307,7 +308,8 @@ def insert_frees(
     kinds: dict[tuple[str, bool], int] = {}  # (value, whether its gradient) -> its number
 
     def number_kinds(keys: Sequence[Key]) -> Kinds:
-        """Return the numbers of the values and gradients ``keys``, and whether each has a microbatch."""
+        """Return, for each of the values and gradients ``keys``, a pair: its number, and whether it has a microbatch. A
+        value gets one number for all microbatches."""
         return tuple(
             (kinds.setdefault((value, gradients), len(kinds)), microbatch is not None)
             for value, microbatch, gradients in keys
@@ -340,8 +342,8 @@ Names = Sequence[tuple[str, bool]]  # of the values and gradients, by number: (v
 
 @dataclass(frozen=True, eq=False)
 class _Access:
-    """The values and gradients that an instruction computes or adds to (``makes``), and those that it reads
-    (``reads``). ``loads``: it is a LOAD, which may make a value again."""
+    """The values and gradients that one instruction accesses. ``makes``: those that it computes or adds to. ``reads``:
+    those that it reads. ``loads``: whether the instruction is a LOAD, which may make a value again."""
 
     loads: bool
     makes: Kinds
@@ -351,9 +353,10 @@ class _Access:
 def _find_frees_by_microbatch(
     instructions: Sequence[Instruction], accesses: Sequence[_Access], names: Names
 ) -> Iterator[Frees]:
-    """Yield, for each of ``instructions``, the values and gradients that are freed after it. Each must belong to the
-    microbatch of the instructions that access it. They are found once for all microbatches with the same instructions.
-    ``accesses``: what each instruction accesses. ``names``: the values and gradients by number."""
+    """Yield, for each of ``instructions``, the values and gradients that are freed after it. Each value must belong to
+    the microbatch of the instructions that access it. The frees are computed once for all microbatches with the same
+    sequence of instructions. ``accesses``: for each instruction, the values and gradients that it accesses. ``names``:
+    the values and gradients by number."""
     sequences: dict[int | None, list[_Access]] = {}
     for instruction, access in zip(instructions, accesses, strict=True):
         sequences.setdefault(instruction.microbatch, []).append(access)
@@ -373,8 +376,9 @@ def _find_frees_by_microbatch(
 def _find_frees_of_all(
     instructions: Sequence[Instruction], accesses: Sequence[_Access], names: Names
 ) -> Iterator[Frees]:
-    """Yield, for each of ``instructions``, the values and gradients that are freed after it. ``accesses``: what each
-    instruction accesses. ``names``: the values and gradients by number."""
+    """Yield, for each of ``instructions``, the values and gradients that are freed after it, also if instructions of
+    several microbatches access a value. ``accesses``: for each instruction, the values and gradients that it accesses.
+    ``names``: the values and gradients by number."""
     step, every = len(names), list[tuple[bool, list[int], list[int]]]()
     for instruction, access in zip(instructions, accesses, strict=True):
         # one of a microbatch is its number + the microbatch, from 1, times how many there are
@@ -386,9 +390,9 @@ def _find_frees_of_all(
 
 
 def _group_frees(keys: Sequence[int], names: Names) -> Frees:
-    """Return the values and gradients ``keys``, in groups of which one instruction frees each. A key is the number of a
-    value or gradient plus the number of its microbatch, from 1, times the length of ``names``. ``names``: the values
-    and gradients by number."""
+    """Return the values and gradients ``keys`` in groups, each of which one FREE instruction frees. A key is ``number +
+    microbatch * len(names)``, where ``number`` is the number of a value or gradient, and ``microbatch`` is the index of
+    its microbatch plus 1, or 0 if it has none. ``names``: the values and gradients by number."""
     together: dict[tuple[int, bool], list[str]] = {}
     for key in keys:
         number, kind = divmod(key, len(names))
@@ -398,9 +402,9 @@ def _group_frees(keys: Sequence[int], names: Names) -> Frees:
 
 
 def _find_last_accesses(accesses: Sequence[tuple[bool, Sequence[int], Sequence[int]]]) -> list[list[int]]:
-    """Return, for each instruction, the keys of the values and gradients that no later instruction accesses before they
-    are made again. Those that no instruction makes are left out. ``accesses``: for each instruction, whether it is a
-    LOAD, and the keys of what it makes and of what it reads."""
+    """Return, for each instruction, the keys of the values and gradients whose last access it is, before they are made
+    again or the list ends. Values and gradients that no instruction makes are left out. ``accesses``: for each
+    instruction, whether it is a LOAD, the keys that it makes, and the keys that it reads."""
     last: dict[int, int] = {}
     made: set[int] = set()
     ending: list[list[int]] = [[] for _ in accesses]
@@ -425,12 +429,12 @@ def _list_accessed_values(
     new_values: Mapping[str, str],
 ) -> tuple[list[Key], list[Key]]:
     """Return two lists: the values and gradients that ``instruction`` computes or adds to, and those that it reads. An
-    entry is (name of the value, microbatch, whether its gradient is meant).
+    entry is (name of the value, microbatch, whether it is the value's gradient).
 
-    ``calls``: the block calls (such as layers) of the stage. ``flow``: the gradients that their backwards read and
-    compute. ``totals``: names of the values that are sums over the global batch, computed once in a step; their
-    microbatch is ``None``. ``new_values``: for each buffer that forward changes, the name of the value that becomes its
-    content.
+    ``calls``: the block calls (such as layers) of the stage. ``flow``: the gradients that the backwards of the calls
+    read and compute. ``totals``: names of the values that are sums over the global batch, computed once in a step;
+    their microbatch is ``None``. ``new_values``: name of each buffer that forward changes -> name of the value that
+    becomes its content.
     """
     microbatch = instruction.microbatch
     named = [(v, microbatch, instruction.op.endswith("_B")) for v in instruction.values]

@@ -67,10 +67,9 @@ def states_left_whole(model: FoldedModel) -> frozenset[str]:
 
 
 def bucket_needs(calls: Sequence[CallData], buckets: Mapping[int, Sequence[str]]) -> Needs:
-    """Return, for each of the block calls (such as layers) ``calls``, the numbers of the buckets that have parameters
-    which it reads. A bucket consists of parameters that ZeRO shards and that are all-gathered together. ``buckets``:
-    number of a bucket -> names of its parameters.
-    """
+    """Return, for each of the block calls (such as layers) ``calls``, the numbers of the buckets whose parameters it
+    reads. A bucket consists of parameters that ZeRO shards and that are all-gathered together. ``buckets``: number of a
+    bucket -> names of its parameters."""
     home = {state: number for number, states in buckets.items() for state in states}
     return [frozenset(home[s] for s in call.states if s in home) for call in calls]
 
@@ -82,10 +81,10 @@ def with_sharding(
     buckets: Mapping[int, Sequence[str]],
     zero: int,
 ) -> list[Instruction]:
-    """Return ``instructions``, the list of one pipeline rank, with the instructions that all-gather sharded parameters
+    """Return ``instructions``, the list of one pipeline rank, with instructions that all-gather sharded parameters
     before they are read (GATHER) and, under ZeRO-3, free them afterwards (FREE).
 
-    ``calls``: the block calls (such as layers) of the stage. ``runs``: for each of them, whether it has a backward.
+    ``calls``: the block calls (such as layers) of the stage. ``runs``: for each call, whether it has a backward.
     ``buckets``: the sharded parameters in buckets that are gathered together: number of a bucket -> names of its
     parameters. ``zero``: the ZeRO stage, 1 to 3.
     """
@@ -101,8 +100,8 @@ def with_sharding(
 def _find_read_buckets(
     instruction: Instruction, needs: Needs, runs: Sequence[bool], calls: Sequence[int]
 ) -> frozenset[int]:
-    """Return the numbers of the buckets (sharded parameters that are all-gathered together) that ``instruction`` reads
-    parameters from.
+    """Return the numbers of the buckets (sharded parameters that are all-gathered together) whose parameters
+    ``instruction`` reads.
 
     ``needs``: for each block call (such as a layer) of the stage, the numbers of the buckets that it reads. ``runs``:
     for each call, whether it has a backward. ``calls``: positions in the stage of the calls that the instruction runs.
@@ -116,7 +115,7 @@ def _insert_gather_per_call(
 ) -> list[Instruction]:
     """Return ``instructions``, the list of one pipeline rank, with the gathers of ZeRO-3. A bucket (sharded parameters
     that are gathered together) is all-gathered (GATHER) one computation ahead of the computation that reads its
-    parameters. The bucket is freed (FREE) afterwards, unless the next computation reads them, too.
+    parameters. The bucket is freed (FREE) after this computation, unless the next one reads the bucket, too.
 
     ``needs``: for each block call (such as a layer) of the stage, the numbers of the buckets whose sharded parameters
     it reads. ``runs``: for each call, whether it has a backward. ``prologue``: positions of the calls that run before

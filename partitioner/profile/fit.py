@@ -1,4 +1,4 @@
-"""Robust fits of the fields of :class:`DeviceType` and :class:`Level` to measured times. Nothing is measured here.
+"""Robust fits of the fields of :class:`DeviceType` and :class:`Level` to measured times. This module measures nothing.
 
 The fits invert the cost model. Seconds of a kernel are ``launch + flops / (efficiency peak) + bytes / rate``
 (``partitioner/cost/call/roofline.py``). Seconds of a collective are ``start + share bytes / bandwidth``
@@ -30,8 +30,8 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float], least: float = 0.
     ``seconds[k]``) with the least sum of relative errors. ``start`` is at least 0 and ``per`` at least ``least``.
 
     An optimal line under least absolute errors passes through two of the points, or through one point if ``start`` is 0
-    or ``per`` is ``least``. Trying all of these lines is therefore exact. Up to about a third of the points may be far
-    off without changing it.
+    or ``per`` is ``least``. Trying all of these lines is therefore exact. The line stays the same if up to about a
+    third of the points are far off.
 
     >>> fit_line([1, 2, 3, 4], [3.0, 5.0, 7.0, 90.0])
     (1.0, 2.0)
@@ -67,7 +67,8 @@ _UNBOUNDED = {"default": 1e6}  # so high that only ``memory_sizes`` limits the r
 @dataclass(frozen=True)
 class FitError:
     """How well a fit predicts the samples to which it was fitted. ``what``: the kind of kernel or collective.
-    ``num_samples``: number of its samples. ``median``: the median of ``|predicted / measured - 1|`` over them."""
+    ``num_samples``: number of its samples. ``median``: the median of ``|predicted / measured - 1|`` over the samples.
+    """
 
     what: str
     num_samples: int
@@ -106,8 +107,8 @@ def fit_device(samples: Sequence[KernelSample], overlaps: Sequence[Overlap] = ()
 
 
 def fit_launch(samples: Iterable[KernelSample]) -> float:
-    """Return the seconds of a kernel launch: the median time of those ``samples`` that do almost no work (at most 4096
-    bytes); 0 if there are none."""
+    """Return the seconds of a kernel launch: the median time of the ``samples`` that move at most 4096 bytes; 0 if
+    there are no such samples."""
     found = [s.seconds for s in samples if s.kernel.num_bytes <= _NEGLIGIBLE_BYTES]
     return statistics.median(found) if found else 0.0
 
@@ -119,10 +120,10 @@ def fit_memory(
     bandwidth in bytes/s; a dict, kind of kernel -> fraction of the bandwidth that it reaches; and a table of pairs
     (bytes, largest fraction that any kernel of that size reaches).
 
-    Pointwise kernels do little but move memory. Their rates are the memory's rates at their size, and the largest ones
-    give the bandwidth. The fraction of a kind is the one with which the predicted times have the least sum of relative
-    errors. Samples that take less than ``dispatch`` are ignored, because the host determines their times. ``launch``:
-    seconds to launch a kernel. ``dispatch``: seconds in which the host issues a kernel.
+    Pointwise kernels do little but move memory: their rates are the rates of the memory, by size, and the rate at the
+    largest size is the bandwidth. The fraction of a kind is chosen such that the predicted times have the least sum of
+    relative errors. Samples that take less than ``dispatch`` are ignored, because the host determines their times.
+    ``launch``: seconds to launch a kernel. ``dispatch``: seconds in which the host issues a kernel.
     """
     rates: dict[str, list[tuple[float, float]]] = {}  # kind -> (bytes, rate)
     seen: dict[str, list[tuple[float, float]]] = {}  # samples that take longer than the host needs to issue them
@@ -148,9 +149,8 @@ def fit_memory(
 
 def _memory_efficiency(rates: Sequence[tuple[float, float]], device: DeviceType) -> float:
     """Return the fraction of the memory bandwidth of ``device`` that one kind of kernel reaches. ``rates``: (bytes
-    moved, bytes/s) of each measured kernel of this kind. Each of them gives a fraction; the result is the fraction with
-    which the rates of all of them are predicted with the least sum of relative errors.
-    """
+    moved, bytes/s) of each measured kernel of this kind. Each kernel gives a candidate for the fraction; the result is
+    the candidate that predicts the rates of all kernels with the least sum of relative errors."""
     most = [(memory_rate("default", device, num_bytes), rate) for num_bytes, rate in rates]
 
     def error(efficiency: float) -> float:
@@ -167,12 +167,12 @@ def _round_to_octave(size: float) -> float:
 
 
 def fit_products(samples: Sequence[KernelSample], device: DeviceType) -> DeviceType:
-    """Return a copy of ``device`` in which these fields are fitted to the measured matrix products in ``samples``: the
-    peak FLOP/s by precision, the fraction of the peak that is reached, by the smallest of M, N and K, and the rate at
-    which products move memory.
+    """Return a copy of ``device`` with three fields fitted to the measured matrix products in ``samples``: the peak
+    FLOP/s by precision; the fraction of the peak that is reached, by the smallest of M, N and K; and the rate at which
+    products move memory.
 
     The peak is the FLOP/s of the products whose smallest dim is greatest, because large products are the fastest. For
-    the memory rate 25 values are tried, and the one with the least errors is taken.
+    the memory rate 25 values are tried, and the value with the least errors is taken.
     """
     leading = max({s.kernel.precision for s in samples}, key=lambda p: sum(s.kernel.precision == p for s in samples))
     curve_samples = [s for s in samples if s.kernel.precision == leading]
@@ -207,10 +207,9 @@ def fit_products(samples: Sequence[KernelSample], device: DeviceType) -> DeviceT
 
 
 def _product_rates(samples: Sequence[KernelSample], device: DeviceType) -> dict[float, float]:
-    """Return a dict: smallest of M, N and K -> FLOP/s of the measured matrix products ``samples`` with this smallest
-    dim. The FLOP/s are chosen such that the predicted times of these products have the least sum of relative errors.
-    FLOPs are divided by the measured time less the time that ``device`` predicts for the launch and memory traffic.
-    """
+    """Return smallest of M, N and K -> FLOP/s of the measured matrix products ``samples`` with this smallest dim. The
+    FLOP/s are chosen such that the predicted times of these products have the least sum of relative errors. They are
+    computed from the measured time minus the time that ``device`` predicts for the launch and memory traffic."""
     found: dict[float, list[tuple[KernelSample, float]]] = {}
     for s in samples:
         found.setdefault(s.kernel.smallest, []).append((s, _without_products(s.kernel, device)))
@@ -218,10 +217,9 @@ def _product_rates(samples: Sequence[KernelSample], device: DeviceType) -> dict[
 
 
 def _product_rate(samples: Sequence[tuple[KernelSample, float]]) -> float:
-    """Return the FLOP/s that best explains the times of matrix products with the same smallest dim (of M, N and K).
-    Each product gives a rate; the result is the rate with which the times of all products are predicted with the least
-    sum of relative errors. ``samples``: pairs (measured product, predicted seconds of its launch and memory traffic).
-    """
+    """Return the FLOP/s that best explain the times of matrix products with the same smallest dim (of M, N and K). Each
+    product gives a candidate; the result is the candidate that predicts the times of all products with the least sum of
+    relative errors. ``samples``: pairs (measured product, predicted seconds of its launch and memory traffic)."""
 
     def error(rate: float) -> float:
         """Return the sum of the relative errors of the predicted times if products run at ``rate`` FLOP/s."""
@@ -263,9 +261,8 @@ def fit_overlap(overlaps: Sequence[Overlap]) -> float:
 def fit_concurrent(measured: Measurements, cores: int) -> float | None:
     """Return the number of ranks that can compute at full speed at the same time: ``cores``, the number of CPU cores,
     divided by the slowdown while all ranks compute. The slowdown is the time of a piece of work while all ranks
-    compute, divided by its time while only one rank per core computes. ``None`` if this was not measured; the cost
-    model then assumes that all ranks can compute at full speed. ``measured``: the measured times.
-    """
+    compute, divided by its time while only one rank per core computes. Return ``None`` if this was not measured; the
+    cost model then assumes that all ranks can compute at full speed. ``measured``: the measured times."""
     if not measured.all_s:
         return None
     stretch = statistics.median([a / f for a, f in zip(measured.all_s, measured.few_s, strict=True)])
@@ -276,9 +273,9 @@ def fit_level(samples: Sequence[CollectiveSample], name: str) -> Level:
     """Return the links between the measured ranks as one level of links called ``name``: bandwidth, latency, and for
     each collective a table of rows (ranks, start-up seconds, bytes/s through each rank).
 
-    If the times of a message or collective do not grow with its size, they do not determine a bandwidth. The largest
-    bandwidth that was found for the others is then its upper limit. ``samples``: measured messages and collectives.
-    Raise :class:`TopologyError` if there are no times of messages.
+    If the times of a message or collective do not grow with its size, they do not determine a bandwidth. Its bandwidth
+    is then at most the largest bandwidth that was found for the other messages and collectives. ``samples``: measured
+    messages and collectives. Raise :class:`TopologyError` if there are no times of messages.
     """
     lines = {("send", 2): _BandwidthSamples.of(s for s in samples if s.op == "send")}
     if not lines["send", 2].seconds:
@@ -319,17 +316,16 @@ class _BandwidthSamples:
 
     @property
     def slope(self) -> float | None:
-        """Return the seconds per byte of the line fitted to the transfers; ``None`` if the size has too little
-        influence on the time (at most 5 % of the largest transfer's time)."""
+        """Return the seconds per byte of the line fitted to the transfers; ``None`` if the size accounts for at most 5
+        % of the largest transfer's time."""
         start, per = fit_line(self.moved, self.seconds)
         most = per * max(self.moved)
         return per if most > _TOLD * (start + most) else None
 
     @property
     def least_slope(self) -> float:
-        """Return the least ratio of seconds to bytes among the measured transfers. This is more than the link needs for
-        a byte, because the time to start a transfer is included. It replaces :attr:`slope` where no kind of transfer
-        has one.
+        """Return the least ratio of seconds to bytes among the measured transfers. This overestimates the seconds per
+        byte, because the time to start a transfer is included. It is used if no kind of transfer has a :attr:`slope`.
         """
         return min(s / n for n, s in zip(self.moved, self.seconds, strict=True))
 

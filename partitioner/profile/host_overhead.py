@@ -1,8 +1,8 @@
 """Measure the time that a host takes to issue an operator.
 
 The engine trains a small decoder whose kernels take less time than the host needs to issue them. The number of issued
-operators comes from the cost model: it is the step time in seconds on an imaginary device that takes one second to
-issue an operator and no time to run it.
+operators comes from the cost model: it equals the estimated step time in seconds on an imaginary device that takes one
+second to issue an operator and no time to run it.
 """
 
 from __future__ import annotations

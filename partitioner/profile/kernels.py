@@ -37,10 +37,10 @@ _ADAM_BYTES = 28  # per fp32 parameter: what partitioner/cost/call/states.py cha
 
 @dataclass(frozen=True)
 class KernelCase:
-    """A kernel to be timed. ``name``: a key of :data:`FAMILIES`, such as ``mm``. ``shape``: M, N, K of a matrix
-    product; batch, heads, sequence and head size of an attention; for ``launch`` the number of elements; for other
-    kernels the number of rows of 256 elements (CPU) or 2048 elements (GPU). ``precision``: name of the dtype, such as
-    ``bf16``."""
+    """A kernel to be timed. ``name``: a key of :data:`FAMILIES`, such as ``mm``. ``precision``: name of the dtype, such
+    as ``bf16``. ``shape``: M, N, K of a matrix product; batch, heads, sequence and head size of an attention; the
+    number of elements for ``launch``; the number of rows for other kernels (a row has 256 elements on a CPU and 2048 on
+    a GPU)."""
 
     name: str
     shape: tuple[int, ...]
@@ -64,9 +64,8 @@ def build_case_tensors(case: KernelCase, device: torch.device) -> BuiltCase:
     """Return a function that runs the kernel ``case`` once, with tensors created on ``device``, and the kernel's
     description for the cost model.
 
-    The function uses several copies of the tensors in turn, so that a copy has left the caches when it is used again;
-    real programs seldom find their operands in caches. Raise ``RuntimeError`` or ``NotImplementedError`` if the device
-    cannot run the kernel.
+    The function uses several copies of the tensors in turn. A copy is therefore no longer in the caches when it is used
+    again, as in real programs. Raise ``RuntimeError`` or ``NotImplementedError`` if the device cannot run the kernel.
     """
     first = FAMILIES[case.name](case, device)
     copies = min(_MAX_COPIES, math.ceil(_FOOTPRINT[device.type] / first.kernel.num_bytes))
@@ -78,7 +77,7 @@ def build_case_tensors(case: KernelCase, device: torch.device) -> BuiltCase:
 
 class _OperandPool:
     """A pool of random numbers on one device, from which tensors take consecutive parts. The pool is so large that a
-    part has left the caches before it is used again. The numbers are generated only once."""
+    part is no longer in the caches when it is used again. The numbers are generated only once."""
 
     def __init__(self, device: torch.device) -> None:
         """Generate the random numbers on ``device`` from which tensors are taken."""
@@ -86,9 +85,9 @@ class _OperandPool:
         self.next = 0
 
     def take(self, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor of ``shape`` with random numbers: a view of the next part of the pool (one large tensor of
-        random numbers), or a new tensor if the result needs more than half of the pool. After the end of the pool,
-        parts are taken from its start again."""
+        """Return a tensor of ``shape`` with random numbers: a view of the next part of the pool (one large tensor), or
+        a new tensor if it needs more than half of the pool. After the end of the pool, parts are taken from its start
+        again."""
         count = math.prod(shape)
         if 2 * count > len(self.numbers):  # otherwise the next operand would be the same numbers
             return torch.randn(shape, device=self.numbers.device)
@@ -314,9 +313,9 @@ SIZES: dict[tuple[str, bool], Sizes] = {  # (type of device, whether to be quick
 
 
 def list_product_cases(sizes: Sizes) -> list[KernelCase]:
-    """Return the matrix products to time. In the first precision of ``sizes``, each of M, N and K in turn takes each
-    value of ``sizes.knots``, while the other two take each value of ``sizes.large``. In every other precision only
-    products whose M, N and K are all the last of ``sizes.knots`` are timed, for the peak rate."""
+    """Return the matrix products to time. In the first precision of ``sizes``, one of M, N and K takes each value of
+    ``sizes.knots``, while the other two are equal and take each value of ``sizes.large``. In every other precision, M,
+    N and K are all the last of ``sizes.knots``, to measure the peak rate."""
     leading, *others = sizes.precisions
     forms = ("mm", "mm_nt", "mm_tn")
     cases = []
@@ -338,10 +337,9 @@ def list_attention_cases(sizes: Sizes) -> list[KernelCase]:
 
 def on_rows(sizes: Sizes, names: Iterable[str] = ON_ROWS) -> list[KernelCase]:
     """Return the kernels to time that work on rows of elements, such as softmax: one for each number of rows in
-    ``sizes.rows``. AdamW gets only the three largest numbers. All are timed in float32. Kernels that programs run in
-    the first dtype of ``sizes.precisions`` are timed in this dtype, too. ``names``: which kernels, as keys of
-    :data:`FAMILIES`.
-    """
+    ``sizes.rows`` (for AdamW, only for the three largest numbers). All are timed in float32. Kernels that programs run
+    in the first dtype of ``sizes.precisions`` are also timed in this dtype. ``names``: the kernels, as keys of
+    :data:`FAMILIES`."""
     return [
         KernelCase(name, (rows,), precision)
         for name in names

@@ -47,8 +47,8 @@ class ProfileEffort:
     ``kernel_s``: seconds to spend on each kernel. ``collective_s``: seconds to spend on each size of each collective.
     ``sharing_s``: seconds of each repetition of the work that several processes run at the same time, to measure how
     much they slow each other down on shared CPU cores. ``repeats``: repetitions of each measurement that compares two
-    times, such as that of a computation with and without a collective. ``message_sizes``: sizes in bytes of the tensors
-    that collectives and messages transfer.
+    times, such as the times of a computation with and without a collective. ``message_sizes``: sizes in bytes of the
+    tensors that collectives and messages transfer.
     """
 
     kernel_s: float
@@ -100,9 +100,9 @@ def profile_machine(
     topology fitted to these times, with the errors of the fits.
 
     Args:
-        num_ranks: processes that share the machine; ``None``: one for each GPU, on a CPU one for each core.
-        device: ``cuda`` (over NCCL) or ``cpu`` (over Gloo); ``None``: ``cuda`` if a GPU is present, else ``cpu``.
-        quick: fewer and shorter measurements: some seconds instead of a minute or two.
+        num_ranks: processes that share the machine; ``None``: one for each GPU or, on a CPU, one for each core.
+        device: ``cuda`` (over NCCL) or ``cpu`` (over Gloo); ``None``: ``cuda`` if a GPU is present, otherwise ``cpu``.
+        quick: whether to make fewer and shorter measurements, in some seconds instead of a minute or two.
         progress: called before every measurement with its name, the number of measurements done, and their total.
 
     Ranks on one CPU compete for its cores. Kernels are timed on at most as many ranks at a time as there are cores. The
@@ -146,9 +146,9 @@ def _list_profile_steps(
         adds the median over these ranks to the ``Measurements`` that it is given."""
 
         def step(measured: Measurements) -> None:
-            """Time the kernels ``cases`` on the first ``num_active`` ranks at the same time. Append one sample for each
-            kernel, with the median seconds over these ranks, to ``measured.kernels``. ``cases`` and ``num_active`` are
-            arguments of the enclosing function."""
+            """Time the kernels ``cases`` on the first ``num_active`` ranks at the same time (arguments of the enclosing
+            function). Append one sample for each kernel, with the median seconds over these ranks, to
+            ``measured.kernels``."""
             samples = pool.call(on_ranks.time_kernels, cases, kind, num_active, effort.kernel_s, timeout=_TIMEOUT_S)
             measured.kernels += _take_median_samples(samples[:num_active])
 
@@ -159,9 +159,9 @@ def _list_profile_steps(
         ranks, and adds the times to the ``Measurements`` that it is given."""
 
         def step(measured: Measurements) -> None:
-            """Time the collective ``op`` over ``over`` ranks, once for each of the message sizes in bytes that the
-            profile's effort prescribes. Append one sample for each size (name, number of ranks, bytes, seconds of the
-            slowest rank) to ``measured.collectives``. ``op`` and ``over`` are arguments of the enclosing function."""
+            """Time the collective ``op`` over ``over`` ranks (arguments of the enclosing function) for each message
+            size. Append one sample for each size (name, number of ranks, bytes, seconds of the slowest rank) to
+            ``measured.collectives``."""
             found: list[list[CollectiveSample]] = pool.call(
                 transfers.time_collectives,
                 op,
@@ -184,15 +184,14 @@ def _list_profile_steps(
         measured.overlaps += found[0]
 
     def issue(measured: Measurements) -> None:
-        """Time how long the host takes to issue an operator of a plan to the device, and append the seconds of one
-        operator to ``measured.issued_s``, one number for each measurement."""
+        """Time how long the host takes to issue an operator of a plan to the device. Append the seconds of one operator
+        to ``measured.issued_s``, one entry for each repetition."""
         with open_issuing_plan() as plan:
             measured.issued_s += pool.call(time_issuing, plan, kind, effort.repeats, timeout=_TIMEOUT_S)[0]
 
     def sharing(measured: Measurements) -> None:
-        """Time equal work on as many ranks as there are cores, then on all ranks. For each repetition of this
-        measurement, append the median seconds of the ranks that took part to ``measured.few_s`` and ``measured.all_s``.
-        """
+        """Time equal work on as many ranks as there are cores, then on all ranks. For each repetition, append the
+        median seconds over the working ranks to ``measured.few_s`` (some ranks) and ``measured.all_s`` (all ranks)."""
         rows = pool.call(on_ranks.time_sharing, (active, count), effort.repeats, effort.sharing_s, timeout=_TIMEOUT_S)
         for few, every in zip(*(_column_medians(rows, place) for place in (0, 1)), strict=True):
             measured.few_s.append(few)
@@ -217,8 +216,8 @@ def _list_profile_steps(
 
 
 def _take_median_samples(samples: Sequence[Sequence[KernelSample]]) -> list[KernelSample]:
-    """Return for each kernel the sample with the median time over the ranks. ``samples``: for each rank, the samples of
-    the same kernels in the same order."""
+    """Return, for each kernel, the sample with the median time over the ranks. ``samples``: for each rank, its samples
+    of the kernels, in the same order on all ranks."""
     found = []
     for row in zip(*samples, strict=True):
         seconds = sorted(s.seconds for s in row)
@@ -227,10 +226,9 @@ def _take_median_samples(samples: Sequence[Sequence[KernelSample]]) -> list[Kern
 
 
 def _column_medians(rows: Sequence[Sequence[Sequence[float]]], place: int) -> list[float]:
-    """Return for each repetition of a measurement the median time in seconds over the ranks that took part. ``rows``:
-    the seconds, indexed by rank, repetition and measurement; NaN if the rank took no part. ``place``: index of the
-    measurement (third index of ``rows``), from 0.
-    """
+    """Return, for each repetition of one measurement, the median seconds over the ranks that took part. ``rows``:
+    seconds, indexed by rank, repetition and measurement; NaN if the rank took no part. ``place``: index of the
+    measurement, from 0."""
     turns = zip(*([turn[place] for turn in rank] for rank in rows), strict=True)
     return [float(torch.tensor(turn).nanmedian()) for turn in turns]
 
@@ -269,16 +267,15 @@ def _fit_measurements(measured: Measurements, kind: str, count: int, described: 
 
 def _describe_cpu(count: int) -> dict[str, Any]:
     """Return a dict that describes this machine's CPU as the device of one of ``count`` ranks. ``name``: the processor
-    and its number of cores. ``memory``: the machine's bytes of memory divided by ``count``. ``reserved``: 0, the bytes
-    that no process can use, such as those of the driver.
-    """
+    and its number of cores. ``memory``: the machine's bytes of memory divided by ``count``. ``reserved``: bytes that no
+    process can use, 0 for a CPU."""
     name = f"{platform.processor() or platform.machine()} CPU of {num_cores()} cores"
     return {"name": name, "memory": physical_memory() // count, "reserved": 0}
 
 
 def _device_kind(device: str | None) -> str:
-    """Return the kind of device to profile, ``cuda`` or ``cpu``: ``device`` if given, else ``cuda`` if PyTorch sees a
-    GPU. Raise :class:`TopologyError` for other names, and for ``cuda`` without a GPU."""
+    """Return the kind of device to profile, ``cuda`` or ``cpu``: ``device`` if given, otherwise ``cuda`` if PyTorch
+    sees a GPU and ``cpu`` if not. Raise :class:`TopologyError` for other names, and for ``cuda`` without a GPU."""
     there = torch.cuda.is_available()
     if device not in (None, "cpu", "cuda"):
         raise TopologyError(f"unknown device {device!r}; expected 'cpu' or 'cuda'")
@@ -288,7 +285,7 @@ def _device_kind(device: str | None) -> str:
 
 
 def _num_ranks(num_ranks: int | None, kind: str) -> int:
-    """Return the number of ranks to profile: ``num_ranks``, or one for each GPU or CPU core if it is ``None``.
+    """Return the number of ranks to profile: ``num_ranks`` or, if it is ``None``, one for each GPU or CPU core.
     ``kind``: ``cuda`` or ``cpu``. Raise :class:`TopologyError` if the number is below 1 or above the number of GPUs."""
     there = torch.cuda.device_count() if kind == "cuda" else num_cores()
     count = there if num_ranks is None else num_ranks

@@ -34,8 +34,8 @@ def open_device(kind: str) -> torch.device:
 
 
 def describe_gpu(kind: str) -> dict[str, int | str]:
-    """Return ``name``, ``memory`` (bytes in total) and ``reserved`` (bytes that are in use without any tensor, such as
-    the CUDA context) of this rank's GPU. ``kind``: must be ``cuda``."""
+    """Return a dict that describes this rank's GPU: ``name``, ``memory`` (bytes in total) and ``reserved`` (bytes that
+    are in use without any tensor, such as the CUDA context). ``kind``: must be ``cuda``."""
     device = open_device(kind)
     gc.collect()
     torch.cuda.empty_cache()
@@ -73,9 +73,9 @@ def time_sharing(active: Sequence[int], repeats: int, budget_s: float) -> list[l
     work: one row for each of ``repeats`` repetitions, with one entry for each number in ``active``. For a number ``n``,
     the ranks 0 to ``n - 1`` do the work at the same time; for other ranks the entry is NaN. All ranks must call this.
 
-    Half of the work is limited by compute, half by memory. One such piece of work takes about ``budget_s`` seconds,
-    which is long against the time slices of the operating system. CPU time is used, because waiting for a core depends
-    on other programs, too.
+    Half of the work is limited by compute, half by memory. The work takes about ``budget_s`` seconds, which is long
+    compared to the time slices of the operating system. CPU time is measured, because the time of waiting for a core
+    also depends on other programs.
     """
     device = torch.device("cpu")
     product, copy = (
@@ -108,9 +108,9 @@ def time_sharing(active: Sequence[int], repeats: int, budget_s: float) -> list[l
 
 
 def time_overlap(num_ranks: int, kind: str, repeats: int) -> list[Overlap]:
-    """Return ``repeats`` measurements, each with three times in seconds: of matrix products alone, of an all-reduce
-    alone, and of both started together. Each time is the longest of all ranks. The all-reduce is over the first
-    ``num_ranks`` ranks; other ranks return an empty list. ``kind``: ``cuda`` or ``cpu``."""
+    """Return ``repeats`` measurements, each with three times in seconds: matrix products alone, an all-reduce alone,
+    and both started together. Each time is the longest of all ranks. The all-reduce is over the first ``num_ranks``
+    ranks; other ranks return an empty list. ``kind``: ``cuda`` or ``cpu``."""
     device = open_device(kind)
     communicator = TorchCommunicator(dist.get_world_size(), device)
     ranks = tuple(range(num_ranks))
@@ -126,7 +126,7 @@ def time_overlap(num_ranks: int, kind: str, repeats: int) -> list[Overlap]:
     count = max(1, round(reduce_s / product_s))
 
     def products() -> None:
-        """Run the matrix products whose seconds are measured alone and beside an all-reduce. They take about as long as
+        """Run the matrix products that are measured alone and together with an all-reduce. They take about as long as
         the all-reduce."""
         for _ in range(count):
             torch.mm(a, b)
@@ -153,7 +153,7 @@ def time_overlap(num_ranks: int, kind: str, repeats: int) -> list[Overlap]:
 
 def _time_slowest_rank(run: Callable[[], object], group: RankGroup, device: torch.device) -> float:
     """Return the wall-clock seconds of one call of ``run`` on the slowest rank of ``group``. All ranks of the group
-    must call this function. ``device``: the device of this rank, which is waited for."""
+    must call this function. ``device``: the device of this rank, which is synchronized before and after the call."""
     group.all_reduce(torch.zeros(1, device=device)).wait()
     synchronize_device(device)
     start = time.perf_counter()

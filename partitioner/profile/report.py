@@ -19,9 +19,9 @@ _DIGITS = 4
 
 def machine_yaml(topology: Topology, errors: Sequence[FitError], machine: str) -> str:
     """Return ``topology``, which was fitted to measured times, as YAML text that :meth:`Topology.load` reads, with
-    numbers rounded to four digits. Comments at its start list ``errors``: for each kind of kernel or collective, how
-    far the times that the topology predicts are from the measured ones. ``machine``: a text that names the machine.
-    """
+    numbers rounded to four digits. Comments at its start list ``errors``: for each kind of kernel or collective, the
+    deviation of the times that the topology predicts from the measured times. ``machine``: a text that names the
+    machine."""
     lines = [f"# Measured by `partitioner profile` on {machine}.", "#"]
     lines.append("# Median error of the fitted figures against the times that were measured:")
     lines += [f"#   {e.what:<24} {e.median:>6.1%}  of {e.num_samples} times" for e in errors]
@@ -33,10 +33,8 @@ def machine_yaml(topology: Topology, errors: Sequence[FitError], machine: str) -
 
 
 def large_errors(errors: Sequence[FitError]) -> str:
-    """Return a warning that names the kinds of kernels and collectives whose times are predicted badly, with a median
-    error over 25 %; ``""`` if there are none. ``errors``: for each kind, how far the predicted times are from the
-    measured ones.
-    """
+    """Return a warning that names the kinds of kernels and collectives with a median error over 25 %; ``""`` if there
+    are none. ``errors``: for each kind, the deviation of predicted from measured times."""
     far = [f"{e.what} ({e.median:.0%})" for e in errors if e.is_large]
     if not far:
         return ""
@@ -60,9 +58,8 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_row(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.Node:
-    """Return the YAML node of the list ``data``: on one line if it holds only numbers, else in the default style.
-    ``dumper``: the YAML dumper that writes it.
-    """
+    """Return the YAML node of the list ``data``: on one line if it holds only numbers, otherwise in the default style.
+    ``dumper``: the YAML dumper that writes it."""
     plain = all(isinstance(v, int | float) for v in data)
     return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=plain)
 

@@ -27,8 +27,8 @@ def median_seconds(run: Callable[[], object], device: torch.device, budget_s: fl
     together. At least three blocks are timed. ``device``: the device on which ``run`` computes.
 
     On a CPU the time is the CPU time of this thread, so that other programs on its core do not count. On a GPU it is
-    the device time. The calls of a block are queued while the device is kept busy, so that they follow each other
-    without delays of the host. :func:`host_seconds` measures the host.
+    the device time. The calls of a block are queued while the device is kept busy, so that they run one after the other
+    without delays by the host. :func:`host_seconds` measures the host.
     """
     run()
     if device.type == "cuda":
@@ -91,8 +91,9 @@ def _time_queued_runs(run: Callable[[], object], count: int, hold: float, device
 
 
 def host_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds until one call of ``run`` returns on the host; ``device`` is waited for before and after. For
-    work that the device finishes faster than the host issues it, this is the time in which the host issues it."""
+    """Return the seconds until one call of ``run`` returns on the host. ``device`` is synchronized before and after the
+    call. If the device finishes the work faster than the host issues it, this is the time in which the host issues the
+    work."""
     synchronize_device(device)
     start = time.perf_counter()
     run()
@@ -109,8 +110,8 @@ def synchronize_device(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class KernelSample:
-    """A measured kernel. ``name``: for reports, such as ``mm 16x512x1024``. ``kernel``: the description by which the
-    cost model predicts its time. ``seconds``: the measured time of one call."""
+    """A measured kernel. ``name``: its name in reports, such as ``mm 16x512x1024``. ``kernel``: the description by
+    which the cost model predicts its time. ``seconds``: the measured time of one call."""
 
     name: str
     kernel: Kernel
@@ -119,8 +120,9 @@ class KernelSample:
 
 @dataclass(frozen=True)
 class CollectiveSample:
-    """A measured collective over ``num_ranks`` ranks. ``op``: its name, such as ``all_reduce``; ``send`` stands for one
-    message between two ranks. ``num_bytes``: size of the whole tensor. ``seconds``: the measured time."""
+    """A measured collective over ``num_ranks`` ranks. ``op``: name of the collective, such as ``all_reduce``; ``send``
+    stands for one message between two ranks. ``num_bytes``: size of the whole tensor. ``seconds``: the measured time.
+    """
 
     op: str
     num_ranks: int
@@ -141,11 +143,12 @@ class Overlap:
 @dataclass
 class Measurements:
     """All times that one profile of a machine measured. ``kernels``, ``collectives``: one entry for each measured case.
-    ``overlaps``: computation and a collective alone and together, one entry per repetition of the measurement.
+    ``overlaps``: times of computation and a collective, alone and together, one entry per repetition of the
+    measurement. ``issued_s``: host seconds to issue one operator, one entry per repetition.
 
-    ``issued_s``: host seconds to issue one operator, one entry per repetition. ``few_s``, ``all_s``: seconds that one
-    rank takes for a fixed piece of work, one entry per repetition: for ``few_s`` as many ranks work at the same time as
-    there are CPU cores, for ``all_s`` all ranks.
+    ``few_s``, ``all_s``: seconds that one rank takes for a fixed piece of work, one entry per repetition. For
+    ``few_s``, as many ranks work at the same time as there are CPU cores. For ``all_s``, all ranks work at the same
+    time.
     """
 
     kernels: list[KernelSample] = field(default_factory=list)

@@ -1,9 +1,9 @@
 """Measure by how much collectives and messages lengthen a computation that they follow.
 
-In back-to-back calls a transfer finds all ranks waiting for it and its threads awake. In a program each rank reaches it
-from a computation, at its own time, and the transfer takes cores away from computation. On ranks that share a machine
-it then takes several times as long. The reported seconds are therefore differences between a computation with and
-without transfers.
+In back-to-back calls, all ranks already wait for a transfer and its threads are awake. In a program, each rank reaches
+a transfer from a computation, at its own time, and the transfer takes cores away from computation. On ranks that share
+a machine it then takes several times as long. The reported seconds are therefore differences between a computation with
+and without transfers.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class _TransferRun:
     """A transfer (a collective, or messages between two ranks) that can be repeated on this rank to measure it.
 
     ``start``: a function that runs ``calls`` transfers one after the other and waits for their end. Its argument
-    ``compute`` is a function without arguments that runs a computation on this rank's device; it is called before a
-    transfer on the ranks that begin it: on all ranks before a collective, on the sender before a message. ``calls``:
-    the number of transfers of one call of ``start``, by which a measured time is divided. ``busy``: whether this rank
-    takes part in the transfers.
+    ``compute`` is a function without arguments that runs a computation on this rank's device. ``compute`` is called
+    before each transfer: on all ranks before a collective, on the sender before a message. ``calls``: the number of
+    transfers of one call of ``start``, by which a measured time is divided. ``busy``: whether this rank takes part in
+    the transfers.
     """
 
     start: Callable[[Callable[[], None]], None]
@@ -88,7 +88,7 @@ def _compute_element_count(num_bytes: int, size: int) -> int:
 
 
 def _build_collective_run(communicator: Communicator, op: str, ranks: tuple[int, ...], num_bytes: int) -> _TransferRun:
-    """Return the collective named ``op`` over ``ranks`` as an object that repeats it on this rank, to be measured. One
+    """Return the collective ``op`` over ``ranks`` as an object that repeats it on this rank, to be measured. One
     repetition is one collective. ``num_bytes``: about the size of the whole tensor. ``communicator``: connects this
     rank with the others."""
     group: RankGroup = communicator.group(ranks)
@@ -114,9 +114,9 @@ def _build_collective_run(communicator: Communicator, op: str, ranks: tuple[int,
 
 
 def _build_message_run(communicator: Communicator, ranks: tuple[int, ...], num_bytes: int) -> _TransferRun:
-    """Return a round trip between the first two of ``ranks`` as an object that repeats it on this rank, to be measured.
-    One repetition is two messages of about ``num_bytes`` bytes, each after a computation of its sender. On other ranks
-    the object does nothing. ``communicator``: connects this rank with the others."""
+    """Return a round trip of messages between the first two of ``ranks`` as an object that repeats it on this rank, to
+    be measured. One repetition is two messages of about ``num_bytes`` bytes, each after a computation of its sender. On
+    other ranks the object does nothing. ``communicator``: connects this rank with the others."""
     rank = dist.get_rank()
     tensor = torch.zeros(_compute_element_count(num_bytes, len(ranks)), device=communicator.device)
     first = rank == ranks[0]
@@ -137,9 +137,8 @@ def _build_message_run(communicator: Communicator, ranks: tuple[int, ...], num_b
 
 
 def _skip_transfer(_: Callable[[], None]) -> None:
-    """Do nothing. This replaces the function that runs a transfer on ranks that do not take part in it. The argument, a
-    function that runs a computation before the transfer, is not called.
-    """
+    """Do nothing. This function replaces the transfer on ranks that do not take part in it. Its argument, a computation
+    to run before the transfer, is not called."""
 
 
 def _skip_computation() -> None:
@@ -148,9 +147,8 @@ def _skip_computation() -> None:
 
 class _Timer:
     """Measures how long the transfers of one group of ranks take. All ranks of the group call its methods together and
-    repeat a transfer equally often; otherwise one would wait forever for another. The slowest rank determines how
-    often.
-    """
+    repeat a transfer equally often; otherwise a rank would wait forever for another. The slowest rank determines the
+    number of repetitions."""
 
     def __init__(self, group: RankGroup, device: torch.device) -> None:
         """Prepare a computation of about two milliseconds, which runs between transfers. ``group``: the ranks that
@@ -172,14 +170,13 @@ class _Timer:
         repeats the transfer on this rank.
 
         Two blocks are timed ``repeats`` times: computations alone, and the same computations with a transfer after
-        each. The result is the median of the differences, for one transfer. It is at least a tenth of the seconds of a
+        each. The result is the median of the differences, per transfer, but at least a tenth of the seconds of a
         transfer without computations. ``budget_s``: approximate seconds for all measurements together.
         """
 
         def alone() -> None:
-            """Run the computation without a transfer, on ranks that take part in the measured transfer; do nothing on
-            others.
-            """
+            """Run the computation without a transfer. On ranks that do not take part in the measured transfer, do
+            nothing."""
             if run.busy:
                 self.compute()
 
@@ -205,8 +202,6 @@ class _Timer:
         return (time.perf_counter() - start) / count
 
     def _reduce_to_slowest(self, seconds: float) -> float:
-        """Return the greatest of the numbers ``seconds`` that the ranks of the group pass. All ranks of the group must
-        call this.
-        """
+        """Return the maximum of ``seconds`` over the ranks of the group, all of which must call this."""
         value = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         return float(self.group.all_reduce(value, maximum=True).wait())

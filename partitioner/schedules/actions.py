@@ -75,7 +75,7 @@ class Timetable:
 
     @cached_property
     def columns(self) -> ActionColumns:
-        """Return all actions as arrays."""
+        """Return all actions as parallel arrays, rank after rank."""
         kinds, stages, microbatches = list[int](), list[int](), list[int]()
         for order, own in zip(self.orders, self.held, strict=True):
             kinds += [_NUMBERS[action.kind] for action in order]
@@ -94,7 +94,8 @@ class Timetable:
 
 @dataclass(frozen=True, eq=False)
 class ActionColumns:
-    """The actions of all pipeline ranks as parallel arrays, in the order of execution, those of rank 0 first.
+    """The actions of all pipeline ranks as parallel arrays: rank after rank, and on each rank in the order of
+    execution.
 
     ``kind``: index into ``KINDS``. ``stage``: index of the virtual stage. ``microbatch``: index of the microbatch.
     ``rank``: the pipeline rank. ``starts``: for each rank the index of its first action, followed by the number of all
@@ -110,19 +111,19 @@ class ActionColumns:
 
     @cached_property
     def num_microbatches(self) -> int:
-        """Return the number of microbatches, the largest index plus 1."""
+        """Return the number of microbatches: the largest microbatch index plus 1."""
         return 1 + int(self.microbatch.max(initial=-1))
 
     @cached_property
     def forwards(self) -> Places:
-        """Return the index of the forward of each microbatch in each virtual stage, shape ``[stages, microbatches]``;
-        the number of all actions if there is none."""
+        """Return the index of the forward of each microbatch in each virtual stage, shape ``[stages, microbatches]``.
+        If there is no such action, the entry is the number of all actions."""
         return self._index_actions(self.kind == _FORWARD)
 
     @cached_property
     def backwards(self) -> Places:
         """Return the index of the action that computes the input gradients of each microbatch in each virtual stage,
-        shape ``[stages, microbatches]``; the number of all actions if there is none."""
+        shape ``[stages, microbatches]``. If there is no such action, the entry is the number of all actions."""
         return self._index_actions((self.kind == _INPUTS) | (self.kind == _WHOLE))
 
     def _index_actions(self, chosen: NDArray[np.bool_]) -> Places:
@@ -132,10 +133,9 @@ class ActionColumns:
 
     def find_needed(self, train: bool = True) -> Places:
         """Return, for each action, the index of the action on another virtual stage that computes its input: the
-        forward on the stage before, or the backward for inputs on the stage behind. It is -1 if there is none. It is
-        the index of the action itself, which then never starts, if the timetable lacks that action. Without ``train``
-        backwards wait for no other stage.
-        """
+        forward on the previous stage, or the backward for inputs on the next stage. The entry is -1 if the action needs
+        no other stage. If the timetable lacks the needed action, the entry is the index of the action itself, which
+        then never starts. ``train``: whether backwards wait for other stages."""
         places = np.arange(len(self.kind))
         needed = np.full(len(self.kind), -1, dtype=np.int64)
         later = (self.kind == _FORWARD) & (self.stage > 0)
@@ -146,11 +146,13 @@ class ActionColumns:
         return np.where(needed == len(self.kind), places, needed)
 
     def order_by_readiness(self, needed: Places) -> tuple[Places, list[int]]:
-        """Return two values: the indices of all actions that can start, each after the action before it on its rank and
-        after the one that it needs; and for each rank the index of its first action that never starts, or the index
-        behind its last action. The ranks take turns, and each executes as many actions as it can.
+        """Return two values. The first is the indices of all actions that can start, in an order in which each action
+        follows the previous action of its rank and the action that it needs. The second is, for each rank, the index of
+        its first action that never starts, or the index after its last action if all start. The ranks take turns, and
+        each executes as many actions as it can.
 
-        ``needed``: for each action, the index of the action on another virtual stage that it waits for; -1 if none.
+        ``needed``: for each action, the index of the action on another virtual stage that it waits for; -1 if it waits
+        for none.
         """
         waits, stops = needed.tolist(), self.starts[1:].tolist()
         at, done = self.starts[:-1].tolist(), [False] * len(waits)
@@ -194,8 +196,8 @@ def v_shaped(num_ranks: int, chunks: int) -> tuple[int, ...]:
 
 def check_timetable(timetable: Timetable, num_microbatches: int) -> None:
     """Raise :class:`ScheduleError` unless every pipeline rank in ``timetable`` runs each of ``num_microbatches``
-    microbatches once forward and once backward through each of its virtual stages, and no rank deadlocks. A split
-    backward needs both halves.
+    microbatches once forward and once backward through each of its virtual stages, and no rank deadlocks. If a backward
+    is split, both halves must run.
 
     Deadlocks are found by simulation. A forward waits for the forward of the preceding virtual stage. A backward waits
     for its own forward and for the backward of the following virtual stage.
@@ -226,10 +228,9 @@ def check_timetable(timetable: Timetable, num_microbatches: int) -> None:
 
 
 def stuck_at(timetable: Timetable) -> list[tuple[int, int]]:
-    """Simulate the order of actions (forwards and backwards of one microbatch) of each rank in ``timetable`` and return
-    the ranks that deadlock, as pairs (pipeline rank, index in its order of the action that never starts). An empty list
-    means that all ranks finish.
-    """
+    """Simulate the order of actions (forwards and backwards of one microbatch) of each rank in ``timetable``. Return
+    the ranks that deadlock, as pairs (pipeline rank, index of the action that never starts in the order of the rank).
+    An empty list means that all ranks finish."""
     columns = timetable.columns
     places, needed = np.arange(len(columns.kind)), columns.find_needed()
     here = columns.stage, columns.microbatch
@@ -245,18 +246,17 @@ _ONCE = (("forward", (_FORWARD,)), ("backward", (_INPUTS, _WHOLE)))  # each runs
 
 
 def peak_in_flight(order: Order) -> int:
-    """Return the largest number of microbatches that one rank has in flight at once: their forward has run and their
-    backward is not complete. A microbatch counts once for each virtual stage of the rank in which it is in flight.
-    ``order``: the actions of the rank in the order of execution."""
+    """Return the largest number of microbatches that one rank has in flight at once. A microbatch is in flight if its
+    forward has run and its backward is not complete; it counts once for each virtual stage of the rank in which it is
+    in flight. ``order``: the actions of the rank in the order of execution."""
     return max((sum(counts.values()) for counts in in_flight(order)), default=0)
 
 
 def count_halves_in_flight(order: Order, chunks: int) -> NDArray[np.int64]:
     """Return, for each action of a rank (a forward or backward of one microbatch), the numbers of microbatches in
-    flight after it, shape ``[actions, chunks, 2]``. The last dim is microbatches whose forward has run and whose
-    backward has not begun, then microbatches whose backward has run for inputs but not yet for weights. ``order``: the
-    actions of the rank in the order of execution. ``chunks``: number of virtual stages of the rank.
-    """
+    flight after it, shape ``[actions, chunks, 2]``. Index 0 of the last dim counts microbatches whose forward has run
+    and whose backward has not begun. Index 1 counts those whose backward has run for inputs but not yet for weights.
+    ``order``: the actions of the rank in the order of execution. ``chunks``: number of virtual stages of the rank."""
     split = {(action.microbatch, action.chunk) for action in order if action.kind == "W"}
     changes = {"F": (1, 0), "W": (0, -1), "B": (-1, 0), "I": (-1, 0)}
     change = np.zeros((len(order), chunks, 2), dtype=np.int64)
@@ -279,9 +279,9 @@ def halves_in_flight(order: Order, chunks: int) -> list[tuple[tuple[int, int], .
 
 
 def in_flight(order: Order) -> list[Counter[int]]:
-    """Return, for each action of a rank (a forward or backward of one microbatch), the number of microbatches in flight
-    after it: their forward has run and their backward is not complete. An entry is a dict: index of a virtual stage on
-    the rank -> number of microbatches in flight in this stage. ``order``: the actions of the rank in the order of
-    execution."""
+    """Return, for each action of a rank (a forward or backward of one microbatch), the microbatches in flight after it,
+    as a dict: index of a virtual stage on the rank -> number of microbatches in flight in this stage. A microbatch is
+    in flight if its forward has run and its backward is not complete. ``order``: the actions of the rank in the order
+    of execution."""
     chunks = 1 + max((action.chunk for action in order), default=0)
     return [Counter(dict(enumerate(map(sum, counts)))) for counts in halves_in_flight(order, chunks)]

@@ -25,7 +25,7 @@ class VirtualStageTime:
     runs), divided into computation and waiting.
 
     ``computing``: seconds of computation on a processor core of its own. ``waiting``: seconds of communication, which
-    uses no core. Each has one number for the forward and one for each half of the backward.
+    uses no core. Both have one number for the forward and one for each half of the backward.
     """
 
     computing: Phases
@@ -36,9 +36,9 @@ class VirtualStageTime:
 class NodeCores:
     """The pipeline ranks and the processor cores of each node.
 
-    ``ranks[s]``: the ranks of pipeline stage ``s``, as a dict: index of a node -> number of them on the node. ``room``:
-    index of a node -> number of ranks that can compute there at full speed at the same time, possibly fractional; a
-    node that is not in ``room`` has cores for all its ranks.
+    ``ranks[s]``: index of a node -> number of ranks of pipeline stage ``s`` on the node. ``room``: index of a node ->
+    number of ranks that can compute on the node at full speed at the same time, possibly fractional; a node that is not
+    in ``room`` has cores for all its ranks.
     """
 
     ranks: tuple[Mapping[int, int], ...]
@@ -87,9 +87,8 @@ def seconds_in_turns(
 
 
 def _get_phase_seconds(phases: Phases, train: bool) -> float:
-    """Return the seconds of one microbatch in a virtual stage: of its forward and, with ``train``, also of its
-    backward. ``phases``: the seconds of the forward and of each half of the backward.
-    """
+    """Return the seconds of one microbatch in a virtual stage: the forward and, if ``train``, also the backward.
+    ``phases``: the seconds of the forward and of each half of the backward."""
     return phases.total if train else phases.forward
 
 
@@ -118,7 +117,7 @@ class _ContentionSimulation:
         ]
 
     def _sum_phase_parts(self, phases: Phases, kind: str) -> float:
-        """Return the seconds of one action (a forward or backward of one microbatch). Backwards take 0 seconds without
+        """Return the seconds of one action (a forward or backward of one microbatch); 0 for a backward without
         training. ``phases``: seconds of the forward and of both halves of the backward. ``kind``: ``F`` forward, ``B``
         backward, ``I`` or ``W`` its half for input or weight gradients."""
         of_parts = phases.forward, phases.inputs, phases.weights

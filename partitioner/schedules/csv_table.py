@@ -33,7 +33,7 @@ _HALVES = {"F": ("F",), "B": ("B", "I", "W"), "I": ("B", "I"), "W": ("B", "W")} 
 
 
 class _ScheduleCell(NamedTuple):
-    """One action (forward or backward of one microbatch) of a schedule table and its position there.
+    """One action (forward or backward of one microbatch) of a schedule table, and its position in the table.
 
     ``kind``: ``F`` forward, ``B`` backward, ``I`` or ``W`` the half of the backward for input or weight gradients.
     ``stage``: index of the virtual stage, from 0. ``microbatch``: index of the microbatch, from 0. ``row``, ``cell``:
@@ -64,7 +64,7 @@ class ScheduleTable(Data):
     microbatch 0 through virtual stage 3.
 
     The table is validated when it is first used, not when it is constructed. :class:`ScheduleError` is then raised if
-    it is no valid schedule.
+    it is not a valid schedule.
     """
 
     name: str = Field(description="Name of the schedule in reports.")
@@ -87,8 +87,8 @@ class ScheduleTable(Data):
     @staticmethod
     def of(schedule: str, num_ranks: int, num_microbatches: int, chunks: int | None = None) -> ScheduleTable:
         """Return the built-in schedule with the name ``schedule`` as a table. ``num_ranks``, ``num_microbatches``:
-        numbers of pipeline ranks and of microbatches. ``chunks``: number of virtual stages of each rank, if the
-        schedule leaves a choice; ``None``: its default."""
+        numbers of pipeline ranks and of microbatches. ``chunks``: number of virtual stages of each rank; ``None``: the
+        default of the schedule."""
         from partitioner.schedules.registry import build_timetable
 
         found = build_timetable(schedule, num_ranks, num_microbatches, chunks)
@@ -109,8 +109,8 @@ class ScheduleTable(Data):
     @cached_property
     def own(self) -> Timetable:
         """Return the timetable that the rows describe: each rank's order of actions (forwards and backwards of one
-        microbatch), and the rank of each virtual stage. It is built and checked at the first access, which raises
-        :class:`ScheduleError` if the table is no valid schedule."""
+        microbatch), and the rank of each virtual stage. The timetable is built and checked at the first access, which
+        raises :class:`ScheduleError` if the table is not a valid schedule."""
         return _ScheduleTableReader(self).parse_timetable()
 
     @cached_property
@@ -132,8 +132,8 @@ class ScheduleTable(Data):
 
 
 def table_of(schedule: str | ScheduleTable) -> ScheduleTable | None:
-    """Return ``schedule`` as a table: a table unchanged, and a path that ends in ``.csv`` as the content of that file.
-    Return ``None`` if ``schedule`` is the name of a built-in schedule."""
+    """Return ``schedule`` as a table: a table is returned unchanged, and a path that ends in ``.csv`` is read. Return
+    ``None`` if ``schedule`` is the name of a built-in schedule."""
     if isinstance(schedule, ScheduleTable):
         return schedule
     return ScheduleTable.load(schedule) if schedule.endswith(SUFFIX) else None
@@ -159,8 +159,8 @@ def _parse_schedule_table(name: str, content: str) -> ScheduleTable:
 
 
 class _ScheduleTableReader:
-    """Parser of a schedule table: it validates the texts of the cells and builds a timetable from them. Its errors name
-    the row and the cell. ``table``: the table; its constructor raises :class:`ScheduleError` if a cell is no action
+    """Parser of a schedule table: it validates the texts of the cells and builds a timetable from them. Errors name the
+    row and the cell. ``table``: the table. The constructor raises :class:`ScheduleError` if a cell is not an action
     (forward or backward of one microbatch)."""
 
     def __init__(self, table: ScheduleTable) -> None:
@@ -184,7 +184,7 @@ class _ScheduleTableReader:
     def parse_cell(self, text: str, row: int, place: int) -> _ScheduleCell:
         """Return the action that the cell ``text`` describes, such as ``3F0`` (virtual stage 3, forward, microbatch 0).
         ``row`` and ``place``: row and column of the cell, counted from 1, for errors. Raise ``ScheduleError`` if the
-        text is no action."""
+        text is not an action."""
         found = _ACTION.fullmatch(text)
         if found:
             return _ScheduleCell(found[2], int(found[1]), int(found[3]), row, place)
@@ -212,10 +212,10 @@ class _ScheduleTableReader:
         return Timetable(tuple(orders), ranks)
 
     def find_first_actions(self, cells: Sequence[_ScheduleCell]) -> dict[int, _ScheduleCell]:
-        """Return the first cell of each virtual stage that has an action (forward or backward of one microbatch), as a
-        dict: index of the virtual stage -> cell. The row of this cell tells which pipeline rank runs the stage.
-        ``cells``: all cells of the table, row by row. Raise :class:`ScheduleError` if the actions of a virtual stage
-        are in several rows, a row is empty, or an index between 0 and the largest one has no actions."""
+        """Return index of a virtual stage -> the first cell with an action (forward or backward of one microbatch) of
+        this stage. The row of this cell tells which pipeline rank runs the stage. ``cells``: all cells of the table,
+        row by row. Raise :class:`ScheduleError` if the actions of a virtual stage are in several rows, a row is empty,
+        or an index between 0 and the largest one has no actions."""
         first: dict[int, _ScheduleCell] = {}
         for cell in cells:
             other = first.setdefault(cell.stage, cell)
@@ -290,9 +290,9 @@ class _ScheduleTableReader:
                 seen.add((cell.kind, cell.stage, cell.microbatch))
 
     def check_progress(self, timetable: Timetable) -> None:
-        """Raise ``ScheduleError`` if the ranks of ``timetable`` deadlock: each of them waits for an action (forward or
-        backward of one microbatch) that comes later in the order of another rank. The error names the cells that
-        wait."""
+        """Raise ``ScheduleError`` if the ranks of ``timetable`` deadlock: each deadlocked rank waits for an action
+        (forward or backward of one microbatch) that comes later in the order of another rank. The error names the cells
+        that wait."""
         stuck = stuck_at(timetable)
         if stuck:
             cells = [self.rows[rank][place] for rank, place in stuck]

@@ -1,9 +1,10 @@
 """Step time of a pipeline schedule, and the number of microbatches that a stage has in flight.
 
 For GPipe (Huang et al. 2019) and 1F1B (Narayanan et al. 2021, section 2.2) with one stage per rank, the number in
-flight is a closed formula. With a single stage, or without backwards, so is the step time: ``m`` microbatches take ``(m
-- 1) max t_s + sum t_s``, where ``t_s`` is the time of a microbatch on stage ``s``. All others are simulated action by
-action, because the formula is an upper bound on a step with backwards if stages take different times.
+flight is a closed formula. With a single stage, or without backwards, the step time is a closed formula, too: ``m``
+microbatches take ``(m - 1) max t_s + sum t_s``, where ``t_s`` is the time of a microbatch on stage ``s``. All other
+steps are simulated action by action: if stages take different times, the formula is only an upper bound on a step with
+backwards.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ Counts = tuple[int, int]  # microbatches: (backward not begun, backward for inpu
 
 def _zero_bubble(s: int, p: int, m: int, ahead: int) -> tuple[Counts, ...]:
     """Return the numbers of microbatches that a stage has in flight under a zero-bubble schedule at the two times that
-    can need the most memory. Each entry is a pair: number of microbatches whose backward has not begun, number of those
-    whose backward has run for inputs and not for weights. The first pair is for the time when its first number is
-    largest, the second for the time when its second number is largest. Equal pairs are returned once.
+    can need the most memory. Each entry is a pair: the number of microbatches whose backward has not begun, and the
+    number whose backward has run for inputs but not for weights. The first pair is for the time when its first number
+    is largest, the second for the time when its second number is largest. Equal pairs are returned once.
 
     ``s``: index of the stage, from 0. ``p``, ``m``: numbers of stages and of microbatches. ``ahead``: 1 or 2; a stage
     runs ``ahead * (p - 1 - s) + 1`` forwards before its first backward.
@@ -80,15 +81,15 @@ def is_plain(schedule: str | ScheduleTable, v: int) -> bool:
 def least_fill(
     schedule: str | ScheduleTable, p: int, m: int, v: int, overlap_steps: bool = False
 ) -> tuple[float, float]:
-    """Return lower bounds on the time to fill and drain the pipeline, as two fractions: of the seconds of a
-    microbatch's forward, and of its backward, through the whole model.
+    """Return lower bounds on the time to fill and drain the pipeline, as two fractions: of the forward seconds and of
+    the backward seconds of a microbatch through the whole model.
 
-    However the model is cut, a step on ``p`` equal devices takes at least ``m total / p + (1 - 1 / p) (fraction *
-    forward + fraction * backward)`` seconds. Here ``forward`` and ``backward`` are the seconds of one microbatch
-    through the whole model, and ``total`` is their sum. ``schedule``: name or table.
+    For every cut of the model, a step on ``p`` equal devices takes at least ``m total / p + (1 - 1 / p) (fraction *
+    forward + fraction * backward)`` seconds, with the first and the second fraction. Here ``forward`` and ``backward``
+    are the seconds of one microbatch through the whole model, and ``total`` is their sum. ``schedule``: name or table.
     ``p``, ``m``, ``v``: numbers of ranks, microbatches, and virtual stages of each rank. ``overlap_steps``: whether a
-    rank begins the next step as soon as its own part of this step has ended. If it does, both fractions are 0 for
-    schedules with split backwards.
+    rank begins the next step as soon as its own part of this step has ended. If so, both fractions are 0 for schedules
+    with split backwards.
     """
     if overlap_steps and is_split(schedule):
         return 0.0, 0.0
@@ -107,8 +108,8 @@ def least_fill(
 
 def least_alone(schedule: str | ScheduleTable) -> float:
     """Return a lower bound on the fraction of a microbatch's backward through one stage that must have run before the
-    preceding stage can begin its own backward of the microbatch: 1.0 if ``schedule`` (a name or a table) never splits
-    backwards, else 0.5, because the half for weight gradients may run later."""
+    preceding stage can begin its own backward of the microbatch. It is 1.0 if ``schedule`` (a name or a table) never
+    splits backwards. Otherwise it is 0.5, because the half for weight gradients may run later."""
     return 0.5 if is_split(schedule) else 1.0
 
 
@@ -119,8 +120,8 @@ def is_split(schedule: str | ScheduleTable) -> bool:
 
 
 def stage_in_flight(schedule: str | ScheduleTable, stage: int, p: int, m: int) -> tuple[Counts, ...]:
-    """Return the largest numbers of microbatches that a pipeline stage has in flight, as one or two pairs: number of
-    microbatches whose backward has not begun, number of those whose backward has run for inputs and not for weights.
+    """Return the largest numbers of microbatches that a pipeline stage has in flight, as one or two pairs: the number
+    of microbatches whose backward has not begun, and the number whose backward has run for inputs but not for weights.
     The first pair is for the time when its first number is largest, the second for the time when its second number is
     largest. ``schedule``: ``gpipe``, ``1f1b``, ``zb-1p`` or ``zb-2p``, with one stage per rank. ``stage``: index of the
     stage, from 0. ``p``, ``m``: numbers of stages and of microbatches."""
@@ -138,13 +139,13 @@ def most_in_flight(schedule: str | ScheduleTable, p: int, m: int) -> int:
 @dataclass(frozen=True)
 class InFlightMicrobatches:
     """Numbers of microbatches in flight under a pipeline schedule, which determine the memory of activations. Each is a
-    pair: (microbatches whose backward has not begun, microbatches whose backward has run for inputs and not for
+    pair: (microbatches whose backward has not begun, microbatches whose backward has run for inputs but not for
     weights).
 
-    ``pairs[k]``: the pairs of virtual stage ``k`` at which its memory may peak. Which of them is the peak depends on
-    the bytes of the two kinds of microbatches. ``together[s]``: the combinations that rank ``s`` reaches at one time,
-    each with one pair per virtual stage of the rank. Combinations that another one equals or exceeds in every number
-    are left out.
+    ``pairs[k]``: the pairs of virtual stage ``k`` at which its memory may peak. Which of these pairs is the peak
+    depends on the bytes of the two kinds of microbatches. ``together[s]``: the combinations that rank ``s`` reaches at
+    one time, each with one pair per virtual stage of the rank. A combination is left out if another one equals or
+    exceeds it in every number.
     """
 
     pairs: tuple[tuple[Counts, ...], ...]
@@ -177,10 +178,9 @@ def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | No
 
 
 def _select_local_peaks(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the elements of ``counts`` that neither the element before nor the element behind equals or exceeds in
-    every number. ``counts``: the microbatches in flight on a rank after each of its actions, as consecutive elements
-    that differ, shape ``[actions, virtual stages, 2]``.
-    """
+    """Return the elements of ``counts`` that are local peaks: neither the previous nor the next element equals or
+    exceeds them in every number. ``counts``: the microbatches in flight on a rank after each of its actions, as
+    consecutive elements that differ, shape ``[actions, virtual stages, 2]``."""
     change = np.diff(counts.reshape(len(counts), -1), axis=0)
     is_peak = np.ones(len(counts), dtype=bool)
     is_peak[:-1] = (change < 0).any(axis=1)
@@ -189,19 +189,18 @@ def _select_local_peaks(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def shorten_to_steady_state(schedule: str | ScheduleTable, p: int, m: int) -> int:
-    """Return the number of microbatches of a step, at most ``m``, in which each of ``p`` pipeline ranks has the same
-    numbers of microbatches in flight as in a step of ``m`` microbatches. ``schedule``: name or table; a table is never
-    shortened, and neither is GPipe, where all microbatches are in flight. All other orders reach their steady state
-    within two rounds of ``p`` microbatches."""
+    """Return a number of microbatches, at most ``m``, for which a step has the same numbers of microbatches in flight
+    on each of ``p`` pipeline ranks as a step of ``m`` microbatches. ``schedule``: name or table. Tables are never
+    shortened, nor is GPipe, where all microbatches are in flight. All other orders reach their steady state within two
+    rounds of ``p`` microbatches."""
     is_long = table_of(schedule) is None and schedule != "gpipe" and m % p == 0 and m > _FEW_ROUNDS * p
     return _FEW_ROUNDS * p if is_long else m
 
 
 def _not_less(counts: NDArray[np.int64]) -> tuple[tuple[Counts, ...], ...]:
-    """Return the elements of ``counts`` at which memory may peak: those that no other element equals or exceeds in
-    every number. An element has, for each virtual stage of a rank, the pair of its microbatches in flight. ``counts``:
-    the elements, without duplicates, shape ``[elements, virtual stages, 2]``.
-    """
+    """Return the elements of ``counts`` that no other element equals or exceeds in every number, because memory may
+    peak at these. An element has, for each virtual stage of a rank, the pair of its microbatches in flight. ``counts``:
+    the elements, without duplicates, shape ``[elements, virtual stages, 2]``."""
     rows = counts.reshape(len(counts), -1)
     if len(rows) * rows.size <= _MOST_COMPARED:
         exceeds = np.ones((len(rows), len(rows)), dtype=bool)  # [i, j]: j equals or exceeds i, as each does itself
@@ -267,9 +266,9 @@ def pipeline_seconds(
 def shorten_timetable(
     schedule: str | ScheduleTable, p: int, m: int, v: int | None, most: int = _MOST_ACTIONS
 ) -> tuple[Timetable, tuple[Timetable, int, int] | None]:
-    """Return the pipeline timetable of ``schedule`` for ``m`` microbatches, and ``None``. If it would have more than
-    about ``most`` actions (forwards and backwards of one microbatch), return instead two shorter timetables, from which
-    a caller can extrapolate to ``m`` microbatches.
+    """Return the pipeline timetable of ``schedule`` for ``m`` microbatches, and ``None``. If this timetable would have
+    more than about ``most`` actions (forwards and backwards of one microbatch), return instead two shorter timetables,
+    from which a caller can extrapolate to ``m`` microbatches.
 
     In this case, the first result is the shorter of the two timetables. The second result is a tuple (longer timetable,
     extra, rest): the longer timetable has ``extra`` microbatches more than the shorter one, and the full step has

@@ -4,7 +4,7 @@ inputs are available.
 The makespan is the longest path through the actions. Each action depends on the previous action of its rank, and on at
 most one action of another virtual stage and the message from it. Dependencies are computed once per timetable. One pass
 over the actions then gives their end times. A rank may also have collectives at the ends of the step, which run one
-after the other beside its actions: parameters of a virtual stage are gathered before its first forward ends, and its
+after the other while its actions run: parameters of a virtual stage are gathered before its first forward ends, and its
 gradients are reduced after its last backward has begun. If steps overlap, a rank begins the next step as soon as it has
 finished its own part of this step. The step time is then the time between the ends of two consecutive steps on one rank
 in steady state.
@@ -36,14 +36,13 @@ _AT_ONCE = 1 << 18  # most end times that are computed at once
 
 @dataclass(frozen=True)
 class Phases:
-    """Seconds of one microbatch in one virtual stage (the part of the model that one action of a pipeline rank runs):
-    of the forward, the backward and the messages; and of collectives at the ends of a step.
+    """Seconds of one microbatch in one virtual stage (the part of the model that one action of a pipeline rank runs).
 
-    ``inputs``: the half of the backward for input gradients. ``weights``: the half for weight gradients.
-    ``values_sent``, ``gradients_sent``: seconds of the messages that bring the input of the forward and of the
-    backward; the rank may compute during a message. ``gathered``: seconds of gathering the stage's parameters, once
-    per step, before its first forward ends. ``reduced``: seconds of reducing its gradients, once per step, after its
-    last backward has begun. The rank may compute during both; collectives of one rank run one after the other.
+    ``forward``: the forward. ``inputs``, ``weights``: the halves of the backward for input gradients and for weight
+    gradients. ``values_sent``, ``gradients_sent``: the messages that bring the input of the forward and of the
+    backward; the rank may compute during a message. Two fields count once per step: ``gathered``: gathering the stage's
+    parameters, before its first forward ends; ``reduced``: reducing its gradients, after its last backward has begun.
+    The rank may compute during both; collectives of one rank run one after the other.
     """
 
     forward: float = 0.0
@@ -67,11 +66,11 @@ def compute_makespan(
 ) -> float:
     """Return the seconds from the start of a step until all ranks have finished their actions, if each action starts as
     soon as its inputs are available. ``table``: the actions (forwards and backwards of one microbatch) of each rank.
-    ``phases``: the times of each virtual stage.
+    ``phases``: the times of each virtual stage. ``train``: whether backwards take time.
 
-    ``overlap_steps``: return instead the step time in steady state, if a rank begins the next step as soon as it has
-    finished its part of this one; collectives at the ends of a step (gathers of parameters, reductions of gradients)
-    are then not counted. ``train``: whether backwards take time.
+    ``overlap_steps``: whether a rank begins the next step as soon as it has finished its part of this one. If so, the
+    result is the step time in steady state instead, and collectives at the ends of a step (gathers of parameters,
+    reductions of gradients) are not counted.
     """
     return _compute_cached_makespan(SameObject(table), tuple(phases), train, overlap_steps)
 
@@ -80,9 +79,10 @@ def compute_makespan(
 def _compute_cached_makespan(
     same: SameObject[Timetable], phases: tuple[Phases, ...], train: bool, overlap_steps: bool
 ) -> float:
-    """Return the seconds of a step as :func:`compute_makespan` does. Callers simulate some cuts into stages several
-    times. ``same``: a wrapper of the timetable that compares by identity. The other arguments are those of
-    :func:`compute_makespan`."""
+    """Return the seconds until all ranks have finished their actions or, if ``overlap_steps``, the step time in steady
+    state. Results are cached, because callers simulate some cuts into stages several times. ``same``: the timetable in
+    a wrapper that compares by identity. ``phases``: the times of each virtual stage. ``train``: whether backwards take
+    time."""
     ends = not overlap_steps and _has_ends(phases)
     waits, seconds, sent = waits_of(same.value, train, ends=ends), seconds_of(phases, train), sent_of(phases)
     if overlap_steps:
@@ -100,8 +100,8 @@ def follow_all(
     ``table``: the actions (forwards and backwards of one microbatch) of each rank. ``phases``: seconds, shape ``[n,
     virtual stages, 7]``; the last dimension is forward, backward for inputs, backward for weights, message of the
     forward's input, message of the backward's input, gathers of parameters, reductions of gradients (``[n, virtual
-    stages, 5]`` without the last two). ``train``: whether backwards take time. ``overlap_steps``: return the step time
-    in steady state, if a rank begins the next step as soon as it has finished its part of this one.
+    stages, 5]`` without the last two). ``train``: whether backwards take time. ``overlap_steps``: whether a rank begins
+    the next step as soon as it has finished its part of this one; if so, the result is the step time in steady state.
     """
     ends = not overlap_steps and bool(phases[:, :, _ENDS].any())
     fronts = _find_fronts(SameObject(table), train, ends)
@@ -125,12 +125,13 @@ def longest_path(
 ) -> tuple[float, NDArray[np.float64]]:
     """Return two values: the seconds of the longest path through the actions of a step, and how often each phase is on
     this path, shape ``[virtual stages, 7]``: forward, backward for inputs, backward for weights, message of the
-    forward's input, message of the backward's input, gathers, reductions. ``table``: the actions (forwards and
-    backwards of one microbatch) of each rank. ``phases``: for each virtual stage, the seconds of the seven phases.
+    forward's input, message of the backward's input, gathers, reductions.
 
-    With ``overlap_steps``, the seconds are the step time in steady state, if a rank begins the next step as soon as its
-    part of this one has ended. The counts are then for the longest path from the first to the last action of the
-    slowest rank; the seconds on this path may be fewer than the step time. Without ``train`` backwards take no time.
+    ``table``: the actions (forwards and backwards of one microbatch) of each rank. ``phases``: for each virtual stage,
+    the seconds of the seven phases. ``train``: whether backwards take time. ``overlap_steps``: whether a rank begins
+    the next step as soon as its part of this one has ended. If so, the seconds are the step time in steady state. The
+    counts are then for the longest path from the first to the last action of the slowest rank; the seconds on this path
+    may be fewer than the step time.
     """
     ends = not overlap_steps and _has_ends(phases)
     waits, of_kinds, sent = waits_of(table, train, ends=ends), seconds_of(phases, train), sent_of(phases)
@@ -148,10 +149,11 @@ def longest_path(
 
 def longest_paths(table: Timetable, phases: NDArray[np.float64], train: bool = True) -> list[NDArray[np.float64]]:
     """Return, for each of ``n`` sets of durations, how often each phase is on the longest path through the actions of a
-    step, as :func:`longest_path` does. This is faster for many sets, since all are computed at once.
+    step: arrays of shape ``[virtual stages, 7]``, as the second result of :func:`longest_path`. This is faster for many
+    sets, since all are computed at once.
 
     ``table``: the actions (forwards and backwards of one microbatch) of each rank. ``phases``: seconds, shape ``[n,
-    virtual stages, 7]``. Without ``train`` backwards take no time. The step does not overlap with the next one.
+    virtual stages, 7]``. ``train``: whether backwards take time. The step does not overlap with the next one.
     """
     ends = bool(phases[:, :, _ENDS].any())
     waits, fronts = waits_of(table, train, ends=ends), _find_fronts(SameObject(table), train, ends)
@@ -172,11 +174,12 @@ def longest_paths(table: Timetable, phases: NDArray[np.float64], train: bool = T
 def _stack_durations(
     phases: NDArray[np.float64], train: bool, ends: bool
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the seconds of actions, with the rows of :func:`seconds_of`, and those of messages, with the rows of
-    :func:`sent_of`, or without rows if messages take no time. There is one column for each set of durations.
+    """Return two arrays with one column for each set of durations: the seconds of actions, with the rows of
+    :func:`seconds_of`, and the seconds of messages, with the rows of :func:`sent_of`. The second array has no rows if
+    messages take no time.
 
-    ``phases``: seconds, shape ``[sets, virtual stages, 7]``. Without ``train`` backwards take no time. ``ends``: with
-    the collectives at the ends of the step.
+    ``phases``: seconds, shape ``[sets, virtual stages, 7]``. ``train``: whether backwards take time. ``ends``: whether
+    to include the collectives at the ends of the step.
     """
     kinds = [phases[:, :, list(parts)].sum(axis=2) * (train or k == "F") for k, parts in PARTS.items()]
     last = phases[:, :, _ENDS] if ends else np.zeros((*phases.shape[:2], 2))
@@ -196,9 +199,8 @@ def _count_phases_on_path(
 ) -> NDArray[np.float64]:
     """Return how often each phase is on the longest path to the action with the index ``place``, shape ``[virtual
     stages, 7]``. ``waits``: what each action waits for. ``done``: the end time of each action. ``sent``: the seconds of
-    messages, as :func:`sent_of` gives them. ``num_stages``: number of virtual stages. Without ``train`` backwards take
-    no time.
-    """
+    messages, in the form of :func:`sent_of`. ``num_stages``: number of virtual stages. ``train``: whether backwards
+    take time."""
     often, messages = [0] * (num_stages * ENTRIES + 1), [0] * len(sent)
     while place >= len(waits.last):  # until the start of a rank or of its links
         often[waits.what[place]] += 1
@@ -226,18 +228,19 @@ def _has_ends(phases: Sequence[Phases]) -> bool:
 
 class Waits(NamedTuple):
     """What each action (forward or backward of one microbatch) of all pipeline ranks in one step waits for: parallel
-    lists with one entry per action, in topological order. The first entries, one per rank, are no actions: they stand
-    for the start of the step on that rank. If the collectives at the ends of the step are counted, a second entry per
-    rank stands for the start of the step on its links, on which collectives run beside the computation, and collectives
-    are entries like actions.
+    lists with one entry per action, in topological order. The first entries, one per rank, stand for the start of the
+    step on that rank. If the collectives at the ends of the step are counted, one further entry per rank stands for the
+    start of the step on its links; collectives then have entries like actions.
 
-    ``before``: index of the previous action of the same rank. ``needed``: index of the action on another virtual stage
-    that computes the input; the start of the rank if there is none. ``what``: six times the index of the virtual stage,
-    plus 0 for a forward, 1 or 2 for the backward for inputs or weights, 3 for a whole backward, 4 for the gathers and 5
-    for the reductions; six times the number of stages for an entry that takes no time. ``message``: index of the
-    message that brings the input: twice the index of the virtual stage, plus 1 for gradients; twice the number of
-    stages if there is none. ``rank``: the rank of each action. ``last``, with one entry per rank: index of its last
-    action; if collectives are counted, then one per rank with the index of its last collective.
+    - ``before``: index of the previous action of the same rank. ``needed``: index of the action on another virtual
+      stage that computes the input; the start of the rank if there is none.
+    - ``what``: six times the index of the virtual stage, plus 0 for a forward, 1 or 2 for the backward for inputs or
+      weights, 3 for a whole backward, 4 for the gathers and 5 for the reductions; six times the number of stages for an
+      entry that takes no time.
+    - ``message``: index of the message that brings the input: twice the index of the virtual stage, plus 1 for
+      gradients; twice the number of stages if there is none. ``rank``: the rank of each action.
+    - ``last``: for each rank, the index of its last action; if collectives are counted, followed by the index of the
+      last collective of each rank.
     """
 
     before: list[int]
@@ -250,22 +253,23 @@ class Waits(NamedTuple):
 
 def waits_of(table: Timetable, train: bool = True, *, ends: bool = False) -> Waits:
     """Return, for all actions (forwards and backwards of one microbatch) of ``table`` in topological order, the actions
-    and messages that each of them waits for. Without ``train`` backwards do not wait for other virtual stages. The
-    result is cached by the identity of ``table``.
+    and messages that each action waits for. The result is cached by the identity of ``table``.
 
-    ``ends``: include the collectives at the ends of the step (gathers of parameters at its start, reductions of
-    gradients at its end)."""
+    ``train``: whether backwards wait for other virtual stages. ``ends``: whether to include the collectives at the ends
+    of the step (gathers of parameters at its start, reductions of gradients at its end).
+    """
     return _compute_waits(SameObject(table), train, ends)
 
 
 @lru_cache(maxsize=32)
 def _compute_waits(same: SameObject[Timetable], train: bool, ends: bool) -> Waits:
     """Return, for all actions (forwards and backwards of one microbatch) of a timetable in topological order, the
-    actions and messages that each of them waits for. If ``train`` is false, backwards do not wait for other virtual
-    stages.
+    actions and messages that each action waits for.
 
-    ``same``: a wrapper of the timetable that compares by identity, so that the result can be cached. ``ends``: include
-    the collectives at the ends of the step (gathers of parameters at its start, reductions of gradients at its end)."""
+    ``same``: the timetable in a wrapper that compares by identity, for the cache. ``train``: whether backwards wait for
+    other virtual stages. ``ends``: whether to include the collectives at the ends of the step (gathers of parameters at
+    its start, reductions of gradients at its end).
+    """
     table, columns = same.value, same.value.columns
     starts = range((1 + ends) * len(table.orders))
     nothing = 2 * len(table.ranks)
@@ -303,7 +307,7 @@ def _compute_waits(same: SameObject[Timetable], train: bool, ends: bool) -> Wait
 def _add_gathers(table: Timetable, found: Waits) -> dict[int, int]:
     """Append the gathers of parameters to ``found``, the lists of what each action of a step waits for. The gathers of
     a rank run one after the other on its links from the start of the step, in the order of its virtual stages. Return
-    the index of each in these lists: virtual stage -> index. ``table``: the actions (forwards and backwards of one
+    index of a virtual stage -> index of its gather in ``found``. ``table``: the actions (forwards and backwards of one
     microbatch) of each rank."""
     places: dict[int, int] = {}
     for rank, stages in enumerate(table.held):
@@ -315,8 +319,8 @@ def _add_gathers(table: Timetable, found: Waits) -> dict[int, int]:
 
 def _add_reductions(table: Timetable, found: Waits) -> None:
     """Append the reductions of gradients to ``found``, the lists of what each action of a step waits for. The
-    reductions of a rank run one after the other on its links, and those of a virtual stage begin no earlier than its
-    last backward. ``table``: the actions (forwards and backwards of one microbatch) of each rank."""
+    reductions of a rank run one after the other on its links. The reduction of a virtual stage begins no earlier than
+    the last backward of the stage. ``table``: the actions (forwards and backwards of one microbatch) of each rank."""
     what = np.array(found.what)
     places = np.flatnonzero((what % ENTRIES > 0) & (what % ENTRIES < len(KINDS)))
     last = np.zeros(len(table.ranks), dtype=np.int64)  # the last backward of each virtual stage
@@ -342,10 +346,10 @@ def _add_collective(table: Timetable, found: Waits, rank: int, what: int, needed
 
 
 def _add_pause(table: Timetable, found: Waits, rank: int, before: int, needed: int, message: int | None = None) -> None:
-    """Append an entry that takes no time to ``found``, the lists of what each action of a step waits for. It waits for
-    the entries with the indices ``before`` and ``needed``, and for the message with the index ``message`` from the
-    latter (``None``: no message). ``rank``: the rank that it is on. ``table``: the actions (forwards and backwards of
-    one microbatch) of each rank."""
+    """Append an entry that takes no time to ``found``, the lists of what each action of a step waits for. The new entry
+    waits for the entry with index ``before`` and for a message from the entry with index ``needed``. ``message``: index
+    of this message; ``None``: it waits for the entry ``needed`` without a message. ``rank``: the rank of the new entry.
+    ``table``: the actions (forwards and backwards of one microbatch) of each rank."""
     found.before.append(before)
     found.needed.append(needed)
     found.what.append(len(table.ranks) * ENTRIES)
@@ -354,11 +358,10 @@ def _add_pause(table: Timetable, found: Waits, rank: int, before: int, needed: i
 
 
 def seconds_of(phases: Sequence[Phases], train: bool) -> list[float]:
-    """Return the seconds of actions as a flat list: for each virtual stage six numbers, of the forward, both halves of
-    the backward (for inputs, for weights), the whole backward, and the gathers and reductions at the ends of a step. A
-    final zero stands for an entry that takes no time. Without ``train`` backwards take 0 seconds.
-
-    ``phases``: the times of each virtual stage."""
+    """Return the seconds of actions as a flat list with six numbers for each virtual stage: forward, backward for
+    inputs, backward for weights, whole backward, and the gathers and reductions at the ends of a step. A final zero
+    stands for an entry that takes no time. ``phases``: the times of each virtual stage. ``train``: whether backwards
+    take time."""
     seconds: list[float] = []
     for phase in phases:
         of_parts = phase.forward, phase.inputs, phase.weights
@@ -368,8 +371,8 @@ def seconds_of(phases: Sequence[Phases], train: bool) -> list[float]:
 
 
 def sent_of(phases: Sequence[Phases]) -> list[float]:
-    """Return the seconds of messages as a flat list: for each virtual stage two numbers, of the messages that bring the
-    input of its forward and of its backward. A final zero stands for "no message". ``phases``: the times of each
+    """Return the seconds of messages as a flat list with two numbers for each virtual stage: the messages that bring
+    the input of its forward and of its backward. A final zero stands for "no message". ``phases``: the times of each
     virtual stage."""
     return [*(seconds for phase in phases for seconds in (phase.values_sent, phase.gradients_sent)), 0.0]
 
@@ -377,12 +380,11 @@ def sent_of(phases: Sequence[Phases]) -> list[float]:
 def _compute_action_ends(
     waits: Waits, seconds: Sequence[float], sent: Sequence[float], begun: Sequence[float] | None = None
 ) -> list[float]:
-    """Return the end time of each action of a step in seconds. ``waits``: what each action waits for; the result has
-    the same order. ``seconds``: durations as a flat list with six numbers for each virtual stage (forward, backward for
+    """Return the end time in seconds of each action of a step, in the order of ``waits``, which says what each action
+    waits for. ``seconds``: durations as a flat list with six numbers for each virtual stage (forward, backward for
     inputs, backward for weights, whole backward, gathers, reductions), followed by 0. ``sent``: durations of messages
-    as a flat list with two numbers for each virtual stage (of the message that brings the input of its forward, and of
-    its backward), followed by 0. ``begun``: the start time of each rank; ``None``: all start at 0.
-    """
+    as a flat list with two numbers for each virtual stage (the message that brings the input of its forward, and of its
+    backward), followed by 0. ``begun``: the start time of each rank; ``None``: all start at 0."""
     first = len(waits.last)
     done = [0.0] * first if begun is None else [*begun]
     every = zip(waits.before[first:], waits.needed[first:], waits.what[first:], waits.message[first:], strict=True)
@@ -397,9 +399,9 @@ class _Fronts(NamedTuple):
     another, so that NumPy can compute the end times of a whole front at once.
 
     ``starts``: index of the first entry of each front, followed by the number of all entries. The first front consists
-    of the entries that stand for the start of the step. The other fields say what each action waits for. They have the
-    meanings that they have in :class:`Waits`, but their entries and indices follow the new order. ``place``: the index
-    in the new order of each entry of :class:`Waits`.
+    of the entries that stand for the start of the step. ``before``, ``needed``, ``what``, ``message``, ``last``: the
+    fields of :class:`Waits`, with entries and indices in the new order. ``place``: the index in the new order of each
+    entry of :class:`Waits`.
     """
 
     starts: list[int]
@@ -414,10 +416,11 @@ class _Fronts(NamedTuple):
 @lru_cache(maxsize=32)
 def _find_fronts(same: SameObject[Timetable], train: bool, ends: bool) -> _Fronts:
     """Return the actions (forwards and backwards) of a timetable, grouped into fronts within which no action waits for
-    another. Every action waits for two entries; it is placed in the front that follows the later of their fronts.
+    another. Every action waits for two entries; the action is in the front that follows the later of the fronts of
+    these two.
 
-    ``same``: a wrapper of the timetable that compares by identity. ``train``: if false, backwards do not wait for other
-    virtual stages. ``ends``: include the collectives at the ends of the step.
+    ``same``: the timetable in a wrapper that compares by identity, for the cache. ``train``: whether backwards wait for
+    other virtual stages. ``ends``: whether to include the collectives at the ends of the step.
     """
     waits = _compute_waits(same, train, ends)
     first = len(waits.last)
@@ -437,8 +440,8 @@ def _find_fronts(same: SameObject[Timetable], train: bool, ends: bool) -> _Front
 def _compute_action_end_times(
     fronts: _Fronts, seconds: NDArray[np.float64], sent: NDArray[np.float64], begun: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return the end times of all actions of a step in seconds for ``n`` sets of durations, shape ``[actions, n]``, in
-    the order of ``fronts``, which has what each action waits for.
+    """Return the end times in seconds of all actions of a step for ``n`` sets of durations, shape ``[actions, n]``.
+    ``fronts``: the actions, in the order of the result, with what each waits for.
 
     The other arguments have one column per set of durations. ``seconds``: durations, with the rows of
     :func:`seconds_of`. ``sent``: durations of messages, two rows per virtual stage (for its forward, for its backward)
@@ -457,13 +460,12 @@ def _compute_action_end_times(
 
 
 def _compute_step_times(waits: Waits, seconds: Sequence[float], sent: Sequence[float]) -> list[float]:
-    """Return the seconds of one step on each rank after several steps that overlap: a rank begins the next step as soon
-    as its part of the last one has ended. The largest of them is an upper bound on the step time in steady state.
+    """Return, for each rank, the seconds of one step after several overlapping steps: a rank begins the next step as
+    soon as its part of the last one has ended. The largest result is an upper bound on the step time in steady state.
     ``waits``: what each action (forward or backward of one microbatch) waits for. ``seconds``: durations as a flat list
     with six numbers for each virtual stage (forward, backward for inputs, backward for weights, whole backward,
     gathers, reductions), followed by 0. ``sent``: durations of messages as a flat list with two numbers for each
-    virtual stage (messages for its forward and for its backward), followed by 0.
-    """
+    virtual stage (messages for its forward and for its backward), followed by 0."""
     begun = [0.0] * len(waits.last)
     for _ in range(_MOST_STEPS):
         done = _compute_action_ends(waits, seconds, sent, begun)

@@ -2,8 +2,8 @@
 
 Each function takes the numbers of ranks ``p``, microbatches ``m`` and chunks ``v`` (virtual stages of a rank), and
 returns one order of actions per rank. The literature often requires a multiple or a minimum of microbatches. Here the
-orders are generalised: rounds have nearly equal sizes, or the order for more microbatches is built and the surplus ones
-are removed. Removal leaves a valid order, because an action only waits for actions of its own microbatch.
+orders are generalised: either rounds have nearly equal sizes, or the order for more microbatches is built and the
+surplus microbatches are removed. The order stays valid, because an action only waits for actions of its own microbatch.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def interleaved_1f1b(p: int, m: int, v: int) -> tuple[Order, ...]:
 
 def zero_bubble_1p(p: int, m: int, v: int) -> tuple[Order, ...]:
     """Return the order of actions (forwards and backwards of one microbatch) of each of ``p`` pipeline ranks under
-    ZB-1p (Qi et al. 2023, ZB-H1), with ``m`` microbatches and ``v`` virtual stages on each rank; with more than one the
-    orders are interleaved. Backwards for weight gradients are delayed to fill idle time. Every rank needs the memory of
-    the first stage under 1F1B."""
+    ZB-1p (Qi et al. 2023, ZB-H1), with ``m`` microbatches and ``v`` virtual stages on each rank. If ``v`` is greater
+    than 1, the virtual stages are interleaved. Backwards for weight gradients are delayed to fill idle time. Every rank
+    needs the memory of the first stage under 1F1B."""
     return _joined_first(_alternate_forwards_backwards(p, m, v, p - s - 1, s) for s in range(p))
 
 
@@ -59,9 +59,9 @@ def _alternate_forwards_backwards(p: int, m: int, v: int, ahead: int, behind: in
     forwards, then backwards and forwards in alternation. ``p``, ``m``, ``v``: numbers of ranks, of microbatches, and of
     the rank's virtual stages.
 
-    The warm-up consists of ``v - 1`` times a first round of microbatches (about ``p``), plus ``ahead`` forwards.
-    Callers choose ``ahead`` and ``behind`` by the index of the rank. ``behind``: number of backwards for inputs by
-    which each backward for weights is delayed; ``None``: backwards are not split.
+    The warm-up consists of ``v - 1`` times the size of a round of microbatches (about ``p``), plus ``ahead`` forwards.
+    ``behind``: number of backwards for inputs by which each backward for weights is delayed; ``None``: backwards are
+    not split. ``ahead`` and ``behind`` depend on the index of the rank.
     """
     sizes = split_into_rounds(p, m)
     forwards = _order_by_round(sizes, range(v))
@@ -79,9 +79,9 @@ def _alternate_forwards_backwards(p: int, m: int, v: int, ahead: int, behind: in
 
 
 def split_into_rounds(p: int, m: int) -> list[int]:
-    """Return the sizes of the rounds into which ``m`` microbatches are divided: ``p`` microbatches or slightly more, or
-    one round of ``m`` if there are fewer. With several virtual stages per rank, a round passes through all of them
-    before the next round begins."""
+    """Return the sizes of the rounds into which ``m`` microbatches are divided: ``p`` microbatches or slightly more per
+    round, or one round of ``m`` if ``m`` is less than ``p``. With several virtual stages per rank, a round passes
+    through all of them before the next round begins."""
     count = max(1, m // p)
     return [m // count + (r < m % count) for r in range(count)]
 
@@ -128,8 +128,8 @@ def _zero_bubble_v(p: int, s: int, m: int) -> list[Action]:
 def dual_pipe_v(p: int, m: int, v: int) -> tuple[Order, ...]:
     """Return the order of actions (forwards and backwards of one microbatch) of each of ``p`` pipeline ranks under
     DualPipe-V (DeepSeek-AI 2024, github.com/deepseek-ai/DualPipe), with ``m`` microbatches and two virtual stages per
-    rank, so ``v`` is not used. Forwards in one virtual stage come next to backwards in the other. DualPipe runs these
-    two at the same time; here they are consecutive, and computation hides their transfers."""
+    rank, so ``v`` is not used. A forward in one virtual stage is followed by a backward in the other. DualPipe runs
+    these two at the same time; here they are consecutive, and computation hides their transfers."""
     return _joined_first(_drop_missing_microbatches(_dual_pipe_v(p, s, max(m, 2 * p)), m) for s in range(p))
 
 
@@ -195,7 +195,7 @@ class _RankOrderBuilder:
 
     def _append_weight_backward(self, chunk: int, i: int) -> None:
         """Append the backward for weight gradients of microbatch ``i`` in the virtual stage with index ``chunk`` on the
-        rank. Its backward for input gradients must be in the order already."""
+        rank. The order must already contain the backward for input gradients of this microbatch."""
         self.waiting.remove((chunk, i))
         self.counts["W", chunk] = self.count_actions("W", chunk) + 1
         self.order.append(Action("W", i, chunk))
@@ -210,25 +210,24 @@ class _RankOrderBuilder:
 
 
 def _drop_missing_microbatches(order: Iterable[Action], m: int) -> Order:
-    """Return the actions (forwards and backwards of one microbatch) of ``order`` whose microbatch has an index below
-    ``m``, in the same order. It cuts an order that was built for more microbatches than the step has."""
+    """Return the actions (forwards and backwards of one microbatch) of ``order`` whose microbatch index is below ``m``.
+    This shortens an order that was built for more than ``m`` microbatches."""
     return tuple(action for action in order if action.microbatch < m)
 
 
 def _joined_first(orders: Iterable[Order]) -> tuple[Order, ...]:
-    """Return ``orders`` with whole backwards on virtual stage 0: its two backward halves (for inputs, for weights)
-    become one action where they are adjacent, because no stage waits for the input gradients of the first stage. On
-    other stages the halves stay separate, so that the preceding stage can continue during the second half. ``orders``:
-    the order of actions of each pipeline rank.
-    """
+    """Return ``orders`` with whole backwards on virtual stage 0: adjacent halves of a backward (for inputs, for
+    weights) become one action, because no stage waits for the input gradients of the first stage. On other stages the
+    halves stay separate, so that the preceding stage can continue during the second half. ``orders``: the order of
+    actions of each pipeline rank."""
     first, *others = orders
     return merge_backward_halves(first, 0), *others
 
 
 def merge_backward_halves(order: Iterable[Action], chunk: int) -> Order:
-    """Return a rank's ``order`` of actions with whole backwards in place of adjacent halves. In one virtual stage, each
-    ``I`` (backward for inputs) next to the ``W`` (for weights) of the same microbatch becomes one ``B``. ``chunk``:
-    index of this virtual stage on the rank."""
+    """Return a rank's ``order`` of actions in which adjacent halves of a backward are merged, for one virtual stage:
+    each ``I`` (backward for inputs) that the ``W`` (backward for weights) of the same microbatch follows becomes one
+    ``B``. ``chunk``: index of this virtual stage on the rank."""
     result: list[Action] = []
     for action in order:
         before = result[-1] if result else None

@@ -1,10 +1,10 @@
 """Built-in pipeline schedules by name, and the timetable of a schedule.
 
-A schedule is a function that returns each rank's order of actions for given numbers of ranks, microbatches and chunks
-(virtual stages of a rank), and a placement of the virtual stages on ranks. The table :data:`SCHEDULES` lists them by
-name. A new schedule needs one function and one line there. Sends, receives, frees and reductions are derived from the
-orders in ``partitioner/emit/program.py``, and the costs in ``partitioner/schedules/formulas.py``. A user may also write
-a schedule as a table (:class:`partitioner.ScheduleTable`).
+A schedule consists of two functions. One returns each rank's order of actions for given numbers of ranks, microbatches
+and chunks (virtual stages of a rank). The other returns the placement of the virtual stages on ranks. The table
+:data:`SCHEDULES` lists the schedules by name; a new schedule needs one function and one line there. Sends, receives,
+frees and reductions are derived from the orders in ``partitioner/emit/program.py``, and the costs in
+``partitioner/schedules/formulas.py``. A user may also write a schedule as a table (:class:`partitioner.ScheduleTable`).
 """
 
 from __future__ import annotations
@@ -84,11 +84,10 @@ SCHEDULES: dict[str, Schedule] = {
 def build_timetable(
     schedule: str | ScheduleTable, num_ranks: int, num_microbatches: int, chunks: int | None = None
 ) -> Timetable:
-    """Return the timetable of ``schedule``: each pipeline rank's order of actions (forwards and backwards of one
-    microbatch), and the rank of each virtual stage. It is checked for completeness and deadlocks. ``schedule``: the
-    name of a built-in schedule, a path ending in ``.csv``, or a table. ``num_ranks``, ``num_microbatches``: numbers of
-    pipeline ranks and of microbatches. ``chunks``: number of virtual stages per rank; ``None``: the default of the
-    schedule.
+    """Return the timetable of ``schedule``, checked for completeness and deadlocks: each pipeline rank's order of
+    actions (forwards and backwards of one microbatch), and the rank of each virtual stage. ``schedule``: the name of a
+    built-in schedule, a path ending in ``.csv``, or a table. ``num_ranks``, ``num_microbatches``: numbers of pipeline
+    ranks and of microbatches. ``chunks``: number of virtual stages per rank; ``None``: the default of the schedule.
 
     Raises :class:`ScheduleError` if the schedule does not exist or does not support these numbers.
     """
@@ -102,10 +101,10 @@ def build_timetable(
 def _build_checked_timetable(
     schedule: Schedule, name: str, num_ranks: int, num_microbatches: int, chunks: int | None
 ) -> Timetable:
-    """Return the timetable of the built-in ``schedule``, checked for completeness and deadlocks. ``name``: its name,
-    for errors. ``num_ranks``, ``num_microbatches``: numbers of pipeline ranks and of microbatches. ``chunks``: number
-    of virtual stages on each rank; ``None``: the default of the schedule. Raise ``ScheduleError`` if a number is not
-    possible."""
+    """Return the timetable of the built-in ``schedule``, checked for completeness and deadlocks. ``name``: name of the
+    schedule, for errors. ``num_ranks``, ``num_microbatches``: numbers of pipeline ranks and of microbatches.
+    ``chunks``: number of virtual stages on each rank; ``None``: the default of the schedule. Raise ``ScheduleError`` if
+    a number is not possible."""
     if num_ranks < 1 or num_microbatches < 1:
         raise ScheduleError(
             f"schedule {name!r} needs at least one stage and one microbatch, got {num_ranks} and {num_microbatches}"
@@ -126,9 +125,9 @@ def _find_schedule(name: str) -> Schedule:
 
 
 def _resolve_chunk_count(schedule: Schedule, name: str, asked: int | None) -> int:
-    """Return the number of virtual stages on each rank. If ``schedule`` fixes it, this is the result; otherwise it is
-    ``asked``, the number that the user requests, or 1 if that is ``None``. Raise ``ScheduleError`` if ``asked`` is not
-    possible. ``name``: name of the schedule, for errors."""
+    """Return the number of virtual stages on each rank: the number that ``schedule`` fixes or, if it fixes none,
+    ``asked``, the number that the user requests (``None``: 1). Raise ``ScheduleError`` if ``asked`` is not possible.
+    ``name``: name of the schedule, for errors."""
     if schedule.chunks is None:
         count = asked or 1
         if count < 1:
@@ -141,9 +140,9 @@ def _resolve_chunk_count(schedule: Schedule, name: str, asked: int | None) -> in
 
 def chunks_of(schedule: str | ScheduleTable, chunks: int | None = None) -> int | None:
     """Return the number of virtual stages per pipeline rank under ``schedule`` (a name, a path ending in ``.csv``, or a
-    table), or ``None`` if a table gives the ranks different numbers. ``chunks``: the number that the user requests;
-    ``None``: no request, so the default of the schedule. Raise :class:`ScheduleError` if the schedule does not exist or
-    does not support this number."""
+    table). Return ``None`` if a table gives the ranks different numbers. ``chunks``: the number that the user requests;
+    ``None``: the default of the schedule. Raise :class:`ScheduleError` if the schedule does not exist or does not
+    support this number."""
     table = table_of(schedule)
     if table is None:
         return _resolve_chunk_count(_find_schedule(str(schedule)), str(schedule), chunks)
@@ -167,8 +166,8 @@ SEARCHED = {"1f1b": (1,), "zb-1p": (1,)}  # searched, and proven, if none is fix
 
 
 def schedule_name(schedule: str | ScheduleTable) -> str:
-    """Return the name under which plans and programs refer to ``schedule``: a name unchanged, or the name of a
-    table."""
+    """Return the name under which plans and programs refer to ``schedule``: ``schedule`` itself if it is a name, or the
+    name of the table."""
     return schedule if isinstance(schedule, str) else schedule.name
 
 

@@ -1,7 +1,7 @@
 """Compression of long schedules: the part of a list of actions or instructions that repeats is found and stored once.
 
-Between its start and its end a schedule repeats the same actions for successive microbatches. Two lists of one
-schedule, the second with ``unit`` more microbatches, determine the list for any number of further units.
+Between its start and its end a schedule repeats the same actions for successive microbatches. The list for any number
+of microbatches can be extrapolated from two lists of one schedule, of which the second has ``unit`` microbatches more.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class SteadyState:
 
 def find_growth(shorter: Sequence[Item], longer: Sequence[Item], unit: int) -> list[Growth] | None:
     """Find how the list of actions (forwards and backwards of one microbatch) ``shorter`` grows to ``longer``, which
-    has ``unit`` more microbatches, by repeating some of its sections more often. Return these sections in order, each
-    with its numbers of repetitions. Return ``None`` if ``longer`` does not arise from ``shorter`` in this way. An item
-    of a list is a pair (key of the action without its microbatch, index of the microbatch or ``None``)."""
+    has ``unit`` more microbatches, by repeating some of its sections more often. Return the sections of ``shorter`` in
+    order, each with its numbers of repetitions, or ``None`` if ``longer`` does not arise from ``shorter`` in this way.
+    An item of a list is a pair (key of the action without its microbatch, index of the microbatch or ``None``)."""
     few, many = _find_repeated_parts(shorter, unit), _find_repeated_parts(longer, unit)
     if len(few) != len(many):
         return None
@@ -84,10 +84,10 @@ def find_growth(shorter: Sequence[Item], longer: Sequence[Item], unit: int) -> l
 
 
 def grow_items(items: Sequence[Item], parts: Sequence[Growth], steps: int) -> Iterator[Item]:
-    """Yield the items of a longer list of actions (forwards and backwards of one microbatch), which has ``steps`` times
-    a fixed number of microbatches more than the list ``items``. An item is a pair (key of the action without its
-    microbatch, index of the microbatch or ``None``). ``parts``: the sections of ``items``, with the number of
-    repetitions that this fixed number of microbatches adds to each."""
+    """Yield the items of a longer list of actions (forwards and backwards of one microbatch). It has ``steps * unit``
+    more microbatches than the list ``items``, where ``unit`` is a fixed number. An item is a pair (key of the action
+    without its microbatch, index of the microbatch or ``None``). ``parts``: the sections of ``items``, with the number
+    of repetitions that ``unit`` more microbatches add to each."""
     for part in parts:
         body = items[part.start : part.start + part.length]
         for again in range(part.times + part.more * steps):
@@ -110,8 +110,7 @@ def find_steady_state(
 
     def orders(p: int, m: int) -> tuple[Order, ...]:
         """Return each rank's order of actions (forwards and backwards of one microbatch) for ``p`` pipeline ranks and
-        ``m`` microbatches, under the schedule that the enclosing function got.
-        """
+        ``m`` microbatches, under the schedule of the enclosing function."""
         return schedule_orders(schedule, p, m, chunks)
 
     wanted = None
@@ -180,10 +179,9 @@ def _split_instructions(instructions: Sequence[Instruction]) -> list[list[Instru
 
 
 def _piece_to_item(piece: Sequence[Instruction]) -> Item:
-    """Return ``piece``, a list of consecutive instructions, as a pair (key, microbatch). ``microbatch`` is the
-    microbatch of the first instruction that has one; ``None`` if no instruction has one. Two such lists have the same
-    key if they differ only by a shift of all microbatch indices.
-    """
+    """Return ``piece``, a list of consecutive instructions, as a pair (key, microbatch). The microbatch is that of the
+    first instruction that has one, or ``None``. Two pieces have the same key if they differ only by a shift of all
+    microbatch indices."""
     first = next((i.microbatch for i in piece if i.microbatch is not None), None)
     key = tuple(
         (
@@ -212,9 +210,9 @@ def _compute_microbatch_offset(instruction: Instruction, first: int | None) -> i
 
 def _find_repeated_parts(items: Sequence[Item], unit: int) -> list[Growth]:
     """Divide a list of actions (forwards and backwards of one microbatch) into repeated sections and single items, and
-    return them in order. At each index the section that reaches furthest is chosen. Its repetitions are equal except
-    that microbatch indices rise by 1 or by ``unit`` each time. ``items``: pairs (key of the action without its
-    microbatch, index of the microbatch or ``None``)."""
+    return these in order. At each index the section that reaches furthest is chosen. The repetitions of a section are
+    equal except that microbatch indices rise by 1 or by ``unit`` each time. ``items``: pairs (key of the action without
+    its microbatch, index of the microbatch or ``None``)."""
     numbers: dict[Hashable, int] = {}
     kinds = np.array([numbers.setdefault(key, len(numbers)) for key, _ in items], np.int64)
     times = np.array([_NONE if m is None else m for _, m in items], np.int64)

@@ -1,7 +1,7 @@
 """Peak memory of every rank of a plan, found by following its program instruction by instruction.
 
-The search bounds the memory of stages by tables. They are faster to compute and slightly higher, because they add up
-the maxima of all kinds of memory, which need not occur at the same time.
+The search bounds the memory of stages by tables. These are faster to compute and give slightly higher values, because
+they add up the maxima of all kinds of memory, which need not occur at the same time.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ Sizes = dict[str, int]  # bytes by kind
 
 def fixed_sizes(facts: ProgramFacts, stage: int, optimizer: str) -> Sizes:
     """Return the bytes that a rank of one pipeline stage holds during the whole step, by kind: ``parameters``,
-    ``gradients``, ``optimizer`` (its states), and, if gradients are compressed, ``residuals`` (their rounding errors,
+    ``gradients``, ``optimizer`` (optimizer states), and, if gradients are compressed, ``residuals`` (rounding errors,
     which are added to the gradients of the next step). Data in host memory are not counted. ``facts``: figures derived
-    from the program, such as the bytes of its parameters on a rank. ``stage``: index of the stage. ``optimizer``: name,
-    such as ``"adamw"``.
-    """
+    from the program, such as the bytes of its parameters on a rank. ``stage``: index of the stage. ``optimizer``: name
+    of the optimizer, such as ``"adamw"``."""
     program, hosted = facts.program, list_host_states(facts.program, stage)
     sizes = {"parameters": 0, "optimizer": 0, "gradients": 0}
     for name in facts.states_by_stage[stage]:
@@ -50,10 +49,8 @@ def fixed_sizes(facts: ProgramFacts, stage: int, optimizer: str) -> Sizes:
 def moving_sizes(moment: MemoryMoment, working: int) -> Sizes:
     """Return the bytes of temporary data at one moment of a step, by kind: ``saved`` (saved activations and tensors
     between blocks), ``flowing`` (gradients of tensors between blocks), ``recomputed`` (activations), ``working``
-    (memory of running operators), ``gathered`` (parameters). ``moment``: the bytes of each kind that the program holds
-    then, without working memory. ``working``: bytes of working memory of the block (such as a layer) that runs at this
-    moment.
-    """
+    (memory of running operators), ``gathered`` (parameters). ``moment``: the bytes of each kind at this moment, without
+    working memory. ``working``: bytes of working memory of the block (such as a layer) that runs at this moment."""
     moving = {"saved": moment.saved, "flowing": moment.gradients, "recomputed": moment.recomputed, "working": working}
     return {**moving, "gathered": moment.gathered}
 
@@ -72,12 +69,12 @@ def compute_peak_sizes(facts: ProgramFacts, stage: int, optimizer: str, working:
 
 def _find_fullest_moment(facts: ProgramFacts, stage: int, needs: Sequence[int]) -> tuple[MemoryMoment, int]:
     """Return the moment of peak memory on a rank of one pipeline stage (its temporary bytes by kind), and the bytes of
-    working memory of the block (such as a layer) that runs then. ``facts``: figures derived from the program, such as
-    the bytes of its values. ``stage``: index of the stage. ``needs``: bytes of working memory of each block call of the
-    stage.
+    working memory of the block (such as a layer) that runs at this moment. ``facts``: figures derived from the program,
+    such as the bytes of its values. ``stage``: index of the stage. ``needs``: bytes of working memory of each block
+    call of the stage.
 
     If the instructions contain repeated sections, the peak is first computed with each section run once, and run twice.
-    The whole list is simulated only if the peak is higher with two.
+    The whole list is simulated only if these two peaks differ.
     """
     instructions = facts.program.stages[stage].instructions
     if isinstance(instructions, Listing) and instructions.steps > 2 and facts.grows:
@@ -112,24 +109,21 @@ def replace_estimated_memory(
 
 
 def count_resident_bytes(program: Program, stage: int, names: Collection[str]) -> int:
-    """Return the bytes that the inputs with the names ``names`` (such as key/value caches) take on a rank of one
-    pipeline stage of ``program``, for all microbatches of the rank together. ``stage``: index of the stage.
-    """
+    """Return the bytes of the inputs ``names`` (such as key/value caches) on a rank of one pipeline stage of
+    ``program``, for all microbatches of the rank together. ``stage``: index of the stage."""
     loaded = {v for i in program.stages[stage].instructions if i.op == "LOAD" for v in i.values} & {*names}
     return sum(value_bytes(program.values[name]) for name in loaded) * program.num_microbatches
 
 
 def _drop_sizes(program: Program, names: Collection[str]) -> Program:
-    """Return a copy of ``program`` in which the tensors between block calls (such as layers) with the names ``names``
-    have no elements, so that their bytes do not count.
-    """
+    """Return a copy of ``program`` in which the tensors ``names`` between block calls (such as layers) have no
+    elements, so that their bytes do not count."""
     values = {n: v.model_copy(update={"shape": (0,)}) if n in names else v for n, v in program.values.items()}
     return program.model_copy(update={"values": values})
 
 
 def _sum_moment_bytes(found: tuple[MemoryMoment, int]) -> int:
-    """Return the bytes of temporary data at one moment of a step, all kinds together. ``found``: a pair: the bytes of
-    each kind that the program holds then, and the bytes of working memory of the block (such as a layer) that runs.
-    """
+    """Return the bytes of temporary data at one moment of a step, summed over all kinds. ``found``: a pair: the bytes
+    of each kind that the program holds, and the bytes of working memory of the block (such as a layer) that runs."""
     moment, working = found
     return moment.saved + moment.gradients + moment.recomputed + moment.gathered + working

@@ -48,10 +48,11 @@ _EXPERT_AXES = {"edp": "experts", "etp": "tp"}  # axis of the experts' mesh -> i
 
 
 class HasProgram(Protocol):
-    """Interface of objects with a program and the devices that it runs on, such as a :class:`Plan`. ``topology``: the
-    cluster. ``devices``: for each rank the index of its device in ``topology``. ``constraints``: the choices that the
-    user fixed. ``precision``: that of the computation, such as ``"bf16"``; ``None``: that of most weights.
-    ``optimizer``: name, such as ``"adamw"``.
+    """Interface of objects with a program and the devices that it runs on, such as a :class:`Plan`.
+
+    ``topology``: the cluster. ``devices``: for each rank the index of its device in ``topology``. ``constraints``: the
+    choices that the user fixed. ``precision``: number format of the computation, such as ``"bf16"``; ``None``: the
+    format of most weights. ``optimizer``: name of the optimizer, such as ``"adamw"``.
     """
 
     @property
@@ -70,10 +71,11 @@ class HasProgram(Protocol):
 
 @dataclass(frozen=True)
 class ProgramOnDevices:
-    """A program and the devices that it runs on, for simulation without a complete plan. ``topology``: the cluster.
-    ``devices``: for each rank the index of its device in ``topology``. ``constraints``: the choices that the user
-    fixed. ``precision``: that of the computation, such as ``"bf16"``; ``None``: that of most weights. ``optimizer``:
-    name, such as ``"adamw"``.
+    """A program (``program``) and the devices that it runs on, for simulation without a complete plan.
+
+    ``topology``: the cluster. ``devices``: for each rank the index of its device in ``topology``. ``constraints``: the
+    choices that the user fixed. ``precision``: number format of the computation, such as ``"bf16"``; ``None``: the
+    format of most weights. ``optimizer``: name of the optimizer, such as ``"adamw"``.
     """
 
     program: Program
@@ -86,12 +88,12 @@ class ProgramOnDevices:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """Simulation of one step of one pipeline, which is the ranks with the same index along the data-parallel axis
+    """Simulation of one step of one pipeline. A pipeline is the ranks with the same index along the data-parallel axis
     ``dp``.
 
     ``timeline``: when each instruction runs. ``durations``: the seconds of the instructions. ``facts``: figures derived
-    from the program, such as bytes of values, for the number of microbatches of this pipeline. ``places``: indices
-    along ``dp`` of all pipelines that behave in the same way, this one included.
+    from the program, such as bytes of values, for the number of microbatches of this pipeline. ``places``: the indices
+    along ``dp`` of all pipelines that behave like this one, including its own.
     """
 
     timeline: Timeline
@@ -128,9 +130,8 @@ def _list_pipelines(
 ) -> Iterator[tuple[PlanDurations, ProgramFacts, tuple[int, ...]]]:
     """Yield three values for each distinct pipeline of ``plan``: the durations of its instructions, figures derived
     from its program (such as bytes of values), and the indices of all pipelines that are equal to it. A pipeline is the
-    ranks with one index along the data-parallel axis. ``facts``: these figures for the plan's program, with the number
-    of microbatches that the program has.
-    """
+    ranks with one index along the data-parallel axis. ``facts``: the figures for the plan's program, with its own
+    number of microbatches."""
     if not plan.program.data_shares:
         yield PlanDurations(plan, facts=facts), facts, tuple(range(plan.program.size("dp")))
         return
@@ -167,10 +168,9 @@ class StageSeconds:
 
 
 def stage_seconds(plan: Plan) -> tuple[StageSeconds, ...]:
-    """Return two numbers for each pipeline stage of ``plan``, in order: the seconds of the forwards and of the
-    backwards (with recomputation) of its blocks (such as layers), over all microbatches of one step. Waiting and
-    communication between stages are not included. If pipelines (data-parallel ranks) differ, the numbers are for the
-    slowest pipeline."""
+    """Return, for each pipeline stage of ``plan``, the seconds of its forwards and of its backwards (with
+    recomputation), over all microbatches of one step. Waiting and communication between stages are not included. If
+    pipelines (data-parallel ranks) differ, the seconds are those of the slowest pipeline."""
     durations = simulate_plan(plan).durations if plan.data_shares else PlanDurations(plan)
     train = plan.program.objective == "train"
     result = []
@@ -187,8 +187,8 @@ class PlanDurations:
     """Durations of the instructions of a plan in seconds, as the simulator of programs needs them.
 
     ``plan``: the program and its devices. ``seats``: for each stage, the device types, speeds and communication groups
-    of the ranks to simulate; ``None``: those of the slowest ranks. ``facts``: figures derived from the plan's program,
-    such as the bytes of its values; ``None``: they are computed.
+    of the ranks to simulate; ``None``: the slowest ranks of each stage. ``facts``: figures derived from the plan's
+    program, such as the bytes of its values; ``None``: they are computed.
     """
 
     def __init__(
@@ -304,23 +304,23 @@ class PlanDurations:
         return max(coding_time(compression, nbytes, device) for device in self.machine.devices_of(stage))
 
     def posting(self, stage: int, op: str) -> float:
-        """Return the seconds in which a rank cannot compute because it starts a transfer or collective. They are always
-        0, because the device computes while its host starts the next operation. ``stage``: index of the pipeline stage.
+        """Return the seconds in which a rank cannot compute because it starts a transfer or collective: always 0,
+        because the device computes while its host starts the next operation. ``stage``: index of the pipeline stage.
         ``op``: name of the instruction."""
         return 0.0  # the device computes while its host issues the next collective
 
     def _find_axis_groups(self, axes: tuple[str, ...]) -> tuple[Group, ...]:
         """Return, for each pipeline stage, the slowest communication group over ``axes``. ``axes``: names of mesh axes,
-        such as ``dp``; or of the axes into which experts (such as ``ep``) or hybrid sharding divide the mesh."""
+        such as ``dp``, or of the axes of the meshes for experts (such as ``ep``) and for hybrid sharding."""
         if any(axis in HYBRID_AXES for axis in axes):
             return self.machine.grid_groups(self.plan.program.grid(axes), axes)
         return self.machine.stage_groups(*(_EXPERT_AXES.get(axis, axis) for axis in axes))
 
     def all_reduce(self, axes: tuple[str, ...], nbytes: int, stages: tuple[int, ...]) -> float:
         """Return the seconds to all-reduce ``nbytes`` bytes over the mesh axes ``axes``, on the pipeline stage of
-        ``stages`` where it takes longest. If ``axes`` is empty, the all-reduce is between the stages instead, over one
-        rank of each; it takes 0 seconds if there are fewer than two stages. ``stages``: indices of pipeline stages;
-        empty: all stages."""
+        ``stages`` on which it takes longest. ``stages``: indices of pipeline stages; empty: all stages. If ``axes`` is
+        empty, the all-reduce is between one rank of each of ``stages`` instead; it takes 0 seconds if there are fewer
+        than two."""
         if axes:
             groups = self._find_axis_groups(axes)
             return max(collective_time("all_reduce", nbytes, groups[stage]) for stage in stages or range(len(groups)))
@@ -330,16 +330,14 @@ class PlanDurations:
 
     @cached_property
     def costs(self) -> tuple[dict[str, CallCost], ...]:
-        """Return the costs of calls of blocks (such as layers), one dict for each pipeline stage: name of the block ->
-        cost of one call, in seconds and bytes.
-        """
+        """Return one dict for each pipeline stage: name of a block (such as a layer) -> cost of one call of it, in
+        seconds and bytes."""
         return self._price_calls({name: block.pieces for name, block in self.plan.program.blocks.items()})
 
     def choose_pieces(self) -> dict[str, PieceCounts]:
-        """Return into how many parts the collectives of each block (such as a layer) are cut, so that they overlap with
-        matrix products: name of the block -> numbers of parts. The constraints of the plan and the estimated times
-        decide. If pipeline stages differ, a collective runs in pieces if all of them gain, in the fewest parts.
-        """
+        """Return name of a block (such as a layer) -> the numbers of pieces into which its collectives are cut, so that
+        they overlap with matrix products. The constraints of the plan and the estimated times decide. If pipeline
+        stages differ, a collective is cut only if all stages gain, into the smallest number of pieces."""
         found: dict[str, PieceCounts] = {}
         for stage, costs in zip(self.plan.program.stages, self._price_calls(None), strict=True):
             for name in dict.fromkeys(call.block for call in stage.calls):
@@ -349,7 +347,7 @@ class PlanDurations:
 
     def choose_fp8(self) -> frozenset[str]:
         """Return the names of the blocks (such as layers) whose products with weights are estimated to be faster in
-        fp8, or NVFP4, on all pipeline stages. The plan's program must not have products in this format yet."""
+        fp8, or NVFP4, on all pipeline stages. The plan's program must not yet have products in this format."""
         slower: set[str] = set()
         used: set[str] = set()
         for stage, costs in zip(self.plan.program.stages, self._price_calls(None, fp8=True), strict=True):
@@ -361,10 +359,10 @@ class PlanDurations:
     def _price_calls(
         self, pieces: Mapping[str, PieceCounts] | None, fp8: bool = False
     ) -> tuple[dict[str, CallCost], ...]:
-        """Return the costs of calls of blocks (such as layers), one dict for each pipeline stage: name of the block ->
-        cost of one call, in seconds and bytes. ``pieces``: for each block, into how many pieces its collectives are cut
-        to overlap with matrix products; ``None``: chosen by the estimated times. ``fp8``: whether products with weights
-        may be computed in fp8 although the program computes them in a wider format."""
+        """Return one dict for each pipeline stage: name of a block (such as a layer) -> cost of one call of it, in
+        seconds and bytes. ``pieces``: for each block, the numbers of pieces into which its collectives are cut to
+        overlap with matrix products; ``None``: the numbers are chosen by the estimated times. ``fp8``: whether products
+        with weights may be priced in fp8 although the program computes them in a wider format."""
         program = self.plan.program
         train, again = program.objective == "train", partial(_find_recomputed_nodes, program)
         costs = CallCostCache(self.blocks, self.topology, train, again, pieces=pieces)
@@ -376,8 +374,7 @@ class PlanDurations:
     @property
     def _expert_spread(self) -> Spread:
         """Return how the experts of the plan's mixture-of-experts layers are distributed over ranks: the group of ranks
-        that share them, and the number of experts of the layer that has the most.
-        """
+        that share the experts, and the largest number of experts in a layer."""
         program = self.plan.program
         regions = {name: expert_region(block).states for name, block in self.blocks.items()}
         num_experts = 0
@@ -392,16 +389,15 @@ class PlanDurations:
 
     @cached_property
     def passing(self) -> dict[str, int]:
-        """Return the bytes of temporary memory that a call needs besides its outputs, as a dict: name of the block
-        (such as a layer) -> bytes.
-        """
+        """Return name of a block (such as a layer) -> bytes of temporary memory that a call of it needs besides its
+        outputs."""
         train = self.plan.program.objective == "train"
         return {name: kept_by(block, train).passing for name, block in self.blocks.items()}
 
     @cached_property
     def blocks(self) -> dict[str, Block]:
-        """Return the program's blocks (such as layers) with their graphs, as a dict: name -> block. A placeholder is
-        marked as needing a gradient if it needs one in any call of the block."""
+        """Return the program's blocks (such as layers) with their graphs: name -> block. A placeholder is marked as
+        needing a gradient if it needs one in any call of the block."""
         program = self.plan.program
         train = program.objective == "train"
         needing: dict[str, set[str]] = {name: set() for name in program.blocks}
@@ -420,7 +416,7 @@ class PlanDurations:
 
 def _find_recomputed_nodes(program: Program, block: Block, sent: Collection[fx.Node]) -> frozenset[fx.Node]:
     """Return the nodes in the graph of ``block`` (such as a layer) that ``program`` runs again in backward under
-    selective recomputation. ``sent``: not used; callers pass it because other functions with this signature need it."""
+    selective recomputation. ``sent``: not used; it is part of the signature that :class:`CallCostCache` expects."""
     names = set(program.blocks[block.name].again)
     return frozenset(node for node in block.graph.nodes if node.name in names)
 

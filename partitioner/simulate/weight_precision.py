@@ -11,8 +11,8 @@ _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float6
 
 
 def common_precision(program: Program) -> str:
-    """Return the number format that most elements of the weights that ``program`` (a plan's) reads have: ``"bf16"``,
-    ``"fp16"``, ``"fp32"`` or ``"fp64"``; ``"fp32"`` if there are no weights."""
+    """Return the number format of most weight elements of ``program``: ``"bf16"``, ``"fp16"``, ``"fp32"`` or
+    ``"fp64"``; ``"fp32"`` if there are no weights."""
     weights: Counter[str] = Counter()
     for state in program.states.values():
         if state.kind == "parameter":

@@ -36,7 +36,7 @@ QUERY = ("--query-gpu=index,uuid,pcie.link.gen.max,pcie.link.width.max", "--form
 class Wiring:
     """The links of the GPUs of one machine, in the order of the machine's GPU indices.
 
-    ``nvlinks``: number of NVLinks between each pair of GPUs, shape ``[n, n]``; behind NVLink switches, which connect
+    ``nvlinks``: number of NVLinks between each pair of GPUs, shape ``[n, n]``. With NVLink switches, which connect
     every pair by all links of a GPU, all entries are ``ports``. ``num_nics``: number of network cards. ``speed``:
     bytes/s of one NVLink per direction. ``ports``: active NVLinks of one GPU. ``pcie``: bytes/s of the slowest PCIe
     slot per direction. ``uuids``: the unique ids of the GPUs. ``None`` and empty mean that ``nvidia-smi`` does not
@@ -98,8 +98,8 @@ def read_wiring(matrix: str, status: str = "", query: str = "") -> Wiring | None
 
 
 def _num_nvlinks(cell: str) -> int:
-    """Return the number of NVLinks that ``cell``, the text of a cell in the table of ``nvidia-smi topo -m``, means: 12
-    for ``NV12``; 0 for other texts."""
+    """Return the number of NVLinks that ``cell``, the text of a cell in the table of ``nvidia-smi topo -m``, stands
+    for: 12 for ``NV12``; 0 for texts of another form."""
     return int(cell[2:]) if cell.startswith("NV") and cell[2:].isdigit() else 0
 
 
@@ -153,13 +153,13 @@ def build_local_topology(num_ranks: int) -> Topology:
 
 
 def detect_topology() -> Topology:
-    """Return a topology of this machine's CUDA devices, repeated for each node of the launcher (torchrun); without
-    CUDA, of its CPU.
+    """Return a topology of this machine's CUDA devices, repeated for each node of the launcher (torchrun). If there is
+    no CUDA device, return a topology of this machine's CPU.
 
     The environment variables ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` are read as torchrun sets them, and all nodes are
-    assumed to equal this one. Links inside a node come from ``nvidia-smi``. If it is missing, they are those of a
-    machine with such devices in the built-in catalogue of hardware. The network between nodes cannot be detected and
-    always comes from that machine.
+    assumed to equal this one. Links inside a node come from ``nvidia-smi`` or, if it is missing, from a machine with
+    such devices in the built-in catalogue of hardware. The network between nodes cannot be detected and always comes
+    from that machine.
 
     Raise :class:`TopologyError` if the catalogue does not know a device, if there are more ranks than devices, or if
     the launcher's variables are not numbers.
@@ -184,8 +184,8 @@ def detect_topology() -> Topology:
 
 
 def _from_launcher(name: str, otherwise: int) -> int:
-    """Return the positive integer in the environment variable ``name``; ``otherwise`` if it is not set. Raise
-    :class:`TopologyError` for any other value."""
+    """Return the positive integer in the environment variable ``name``, or ``otherwise`` if the variable is not set.
+    Raise :class:`TopologyError` for any other value."""
     given = os.environ.get(name, str(otherwise)).strip()
     if not given.isdecimal() or int(given) < 1:
         raise TopologyError(
@@ -226,7 +226,7 @@ def build_machine_topology(
 def _build_machine_fields(kind: str, nodes: int, devices: int) -> dict[str, Any]:
     """Return the fields ``nodes`` and ``levels`` of a topology, in the form of a topology file, from the first machine
     in the catalogue that has devices of the type ``kind``. ``nodes``: number of nodes. ``devices``: number of devices
-    of each. If there is no such machine, assume PCIe inside nodes and Ethernet between them."""
+    of each node. If there is no such machine, PCIe inside nodes and Ethernet between nodes are assumed."""
     name = next((name for name, machine in catalogue("machines").items() if machine["type"] == kind), None)
     if name is None:
         levels: list[Any] = [{"like": "pcie4", "nodes": 1}] if devices > 1 else []
@@ -246,8 +246,9 @@ def _build_machine_fields(kind: str, nodes: int, devices: int) -> dict[str, Any]
 
 def _build_wired_levels(group: dict[str, Any], kind: str, wires: Wiring) -> dict[str, Any]:
     """Return the fields of a topology that describe the links ``wires`` of its nodes: ``levels``, and ``patterns`` if
-    there are direct links between pairs. ``kind``: the device type. ``group``: the fields of the nodes, a dict to which
-    this function adds the key ``pattern``, the name of the pattern, if there are direct links between pairs."""
+    there are direct links between pairs. ``kind``: the device type. ``group``: the fields of the nodes. The key
+    ``pattern`` is removed from this dict or, if there are direct links between pairs, set to the name of their pattern.
+    """
     fields = _build_machine_fields(kind, group["count"], group["devices"])
     known = next((level for level in fields["levels"] if level.get("nodes") == 1), None)
     beyond = [level for level in fields["levels"] if level.get("nodes") != 1]
@@ -282,9 +283,10 @@ def _has_nvlink_switches(wires: Wiring) -> bool:
 
 
 def _match_link_pattern(matrix: NDArray[np.float64]) -> tuple[str, dict[str, Any]]:
-    """Return two values for a pattern that has the direct links ``matrix``: its name, and a dict: name -> fields of the
-    pattern. If the built-in catalogue of hardware has such a pattern, they are the catalogue's name and an empty dict.
-    ``matrix``: bytes/s of each pair of devices in a node, shape ``[devices, devices]``, 0 without a direct link."""
+    """Return two values for a pattern that has the direct links ``matrix``: its name, and a dict name -> fields of the
+    pattern. If the built-in catalogue of hardware has such a pattern, the name is the catalogue's and the dict is
+    empty. ``matrix``: bytes/s of each pair of devices in a node, shape ``[devices, devices]``, 0 without a direct link.
+    """
     for name, entry in catalogue("patterns").items():
         places = [k for link in entry["links"] if link["pairs"] != "all" for pair in link["pairs"] for k in pair]
         if places and max(places) < len(matrix):
@@ -318,8 +320,8 @@ def _select_visible_wiring(wires: Wiring | None, seen: Sequence[Any]) -> Wiring 
 
 
 def _get_host_fields(name: str | None) -> dict[str, Any]:
-    """Return the entry of the host ``name`` in the catalogue, without the bandwidth of its disks, as a dict: field of a
-    host in a topology file -> value. Empty if ``name`` is ``None``."""
+    """Return field -> value of the host ``name`` in the catalogue, without the bandwidth of its disks; an empty dict if
+    ``name`` is ``None``."""
     return {k: v for k, v in catalogue("hosts")[name].items() if k != "disk_bandwidth"} if name else {}
 
 
@@ -341,8 +343,7 @@ def num_cores() -> int:
 
 
 def physical_memory() -> int:
-    """Return the bytes of this machine's memory, or those that its control group (cgroup) allows, if these are
-    fewer."""
+    """Return the bytes of this machine's memory, or the limit of its control group (cgroup) if that is smaller."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if _CGROUP_LIMIT.exists():
         limit = _CGROUP_LIMIT.read_text().strip()

@@ -37,10 +37,11 @@ MOST_PLACES = 62  # devices of a node with a pattern: a set of them is the bits 
 class Storey:
     """All links at one depth, such as inside nodes or between nodes, with the devices that they connect.
 
-    ``joined``: for each device, the smallest index of the devices that it reaches over these links and those further
-    inside, shape ``[num_devices]``; devices with equal entries reach each other. ``levels``: indices of the topology's
-    levels of links at this depth; empty for the direct links inside nodes. ``shares``: the fraction of the levels'
-    bandwidth that each device gets, shape ``[num_devices]``; ``None``: each device gets all of it.
+    ``joined``: a group number for each device, shape ``[num_devices]``: the smallest index of the devices that it
+    reaches over the links at this depth and at inner depths. Devices with equal numbers reach each other. ``levels``:
+    indices of the topology's levels of links at this depth; empty for the direct links inside nodes. ``shares``: the
+    fraction of the levels' bandwidth that each device gets, shape ``[num_devices]``; ``None``: each device gets all of
+    it.
     """
 
     joined: Ints
@@ -70,9 +71,8 @@ def spans_nodes(level: Level) -> bool:
 
 
 def compute_level_extent(level: Level) -> tuple[float, float]:
-    """Return how far the links ``level`` reach as (number of whole nodes, number of devices inside a node), one of
-    which is 0. Of two such tuples, the greater one belongs to the level that reaches further; infinity stands for all
-    nodes."""
+    """Return how far the links ``level`` reach, as a pair (number of whole nodes, number of devices inside a node) in
+    which one number is 0. A level with a greater pair reaches further. Infinity stands for all nodes."""
     if level.devices is not None:
         return 0, level.devices
     return level.nodes or math.inf, 0
@@ -85,8 +85,8 @@ def largest_node(nodes: Sequence[NodeGroup], level: Level) -> int:
 
 
 def fitting_levels(levels: Sequence[Level], nodes: Sequence[NodeGroup]) -> dict[int, Level]:
-    """Return the levels of links that connect devices of ``nodes``, as a dict: index in ``levels`` -> level. A level
-    connects at most as many devices inside a node as the node has; its number is reduced accordingly. ``levels``: all
+    """Return the levels of links that connect devices of ``nodes``, as index in ``levels`` -> level. The number of
+    devices that a level connects inside a node is reduced to the number of devices of the largest node. ``levels``: all
     levels of the cluster. ``nodes``: groups of equal nodes.
 
     A level is left out if none of its islands (named sets of nodes) is among ``nodes``, or if an inner level already
@@ -147,7 +147,7 @@ def _side_by_side(levels: tuple[Level, ...]) -> list[tuple[int, ...]]:
 
 def pattern_matrix(pattern: Pattern, devices: int) -> Floats:
     """Return the bandwidth in bytes/s of the direct links that ``pattern`` gives a node, shape ``[devices, devices]``;
-    0 for pairs of devices without one. ``devices``: number of devices of the node."""
+    0 for pairs of devices without a direct link. ``devices``: number of devices of the node."""
     matrix = np.zeros((devices, devices))
     for link in pattern.links:
         if link.pairs == "all":
@@ -163,8 +163,9 @@ def node_sets(topology: Topology, rows: Ints) -> tuple[Ints, Ints, Ints]:
     """Find which direct links each communication group can use: the nodes with a pattern (direct links between pairs of
     devices) that have at least two devices of the group. ``rows``: device indices, one group of devices per row.
 
-    Return three arrays with one entry per such group and node: the index of the group's row, the index of the pattern
-    in ``topology.pattern_kinds``, and the devices as a bit mask (bit ``k`` is the device with index ``k`` in the node).
+    Return three arrays with one entry for each pair of a group and such a node: the index of the group's row, the index
+    of the pattern in ``topology.pattern_kinds``, and the devices as a bit mask (bit ``k`` is the device with index
+    ``k`` in the node).
     """
     row = np.repeat(np.arange(len(rows)), rows.shape[1])
     devices = rows.ravel()
@@ -178,10 +179,10 @@ def node_sets(topology: Topology, rows: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def inside_levels(topology: Topology, rows: Ints) -> tuple[Level | None, ...]:
-    """Return for each group of devices the direct links inside a node, summarized as one level of links. If devices of
-    several nodes are in a group, take the node with the slowest such links. The result is ``None`` for a group that has
-    no two devices in one node with direct links (a pattern). ``topology``: the cluster. ``rows``: device indices, one
-    group per row."""
+    """Return, for each group of devices, the direct links inside a node, summarized as one level of links. If devices
+    of several nodes are in a group, the node with the slowest such links counts. The result is ``None`` for a group
+    that has no two devices in one node with direct links (a pattern). ``topology``: the cluster. ``rows``: device
+    indices, one group per row."""
     slowest: list[Level | None] = [None] * len(rows)
     for row, kind, members in zip(*(column.tolist() for column in node_sets(topology, rows)), strict=True):
         level, seen = topology.inside_level(kind, members), slowest[row]
@@ -197,14 +198,14 @@ def _compute_level_rate(level: Level) -> float:
 
 
 def inside_level(topology: Topology, kind: int, members: int) -> Level:
-    """Return the direct links among some devices of a node, summarized as one level of links. ``kind``: index into
-    ``topology.pattern_kinds``, the list of the different patterns of direct links that nodes have; it says which
-    pattern the node has. ``members``: bit mask of the devices; bit ``k`` is the device with index ``k`` in the node.
+    """Return the direct links among some devices of a node, summarized as one level of links. ``kind``: index in
+    ``topology.pattern_kinds`` of the node's pattern of direct links. ``members``: bit mask of the devices; bit ``k`` is
+    the device with index ``k`` in the node.
 
     The bandwidth of the level is the least cut of the graph of links (Stoer and Wagner 1997), because rings carry at
     most what crosses each cut. On the cube mesh of DGX-1, the cut times the efficiency equals the rate measured with
-    NCCL. If an ordinary level of links inside the node is as fast, it is returned instead. If the direct links do not
-    connect all of the devices, the result describes routes over other devices.
+    NCCL. If an ordinary level of links inside the node is as fast, that level is returned instead. If the direct links
+    do not connect all of the devices, the result describes routes over other devices.
     """
     name, matrix = topology.pattern_kinds[kind]
     pattern = topology.patterns[name]
@@ -252,9 +253,9 @@ def least_cut(matrix: Floats) -> float:
 
 
 def least_share(parts: Ints, shares: Floats) -> Floats:
-    """Return, for each group of devices, the bandwidth of the part of the group (such as a node) that has the least, as
-    a multiple of the bandwidth of one link, shape ``[rows]``, one row for each group. The bandwidth of a part is the
-    sum of the shares of its devices.
+    """Return, for each group of devices, the bandwidth of its slowest part (such as a node), as a multiple of the
+    bandwidth of one link, shape ``[rows]``, one row for each group. The bandwidth of a part is the sum of the shares of
+    its devices.
 
     ``parts``: for each device of a group, the number of the part to which it belongs. ``shares``: for each device, the
     fraction of the bandwidth of a link that it gets. Both have the shape ``[rows, size]``.
@@ -317,7 +318,7 @@ def pair_links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]:
 def links_at_once(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]:
     """Return the bandwidth (bytes/s) and latency (s) of messages between devices of ``topology``, each of shape
     ``[rows, messages]``. ``a``, ``b``: the device indices of the senders and the receivers, of the same shape. The
-    messages of one row are under way at the same time, and no others.
+    messages of one row are sent at the same time, without any others.
 
     Messages between nodes share the network cards of the sending and the receiving device. A card sends and receives at
     full bandwidth at the same time. A device sends and receives one message at a time.
@@ -333,8 +334,8 @@ def links_at_once(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]
 
 def _compute_card_shares(topology: Topology, moment: Ints, devices: Ints) -> Floats:
     """Return the bandwidth that each message gets, as a multiple of the bandwidth of one network card. ``devices``: the
-    index in ``topology`` of the sending (or the receiving) device of each message. ``moment``: messages with equal
-    numbers are under way at the same time and share cards."""
+    index in ``topology`` of the sending (or the receiving) device of each message. ``moment``: a number for each
+    message; messages with equal numbers are sent at the same time and share cards."""
     cards = topology.cards
     if not cards.are_shared:
         return cards.alone[devices]

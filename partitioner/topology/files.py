@@ -54,9 +54,8 @@ class _Decimal(yaml.SafeLoader):
 
     def resolve(self, kind: type[yaml.Node], value: str | None, implicit: tuple[bool, bool] | bool) -> str:
         """Return the YAML tag (type) of a node: text for numbers with a colon or a leading zero, and PyYAML's result
-        for all others. The arguments are the ones that PyYAML passes: the class of the node (``kind``), its text
-        (``value``; ``None`` if it has none), and which kinds of implicit tags it may have (``implicit``).
-        """
+        for all others. PyYAML passes the arguments: ``kind``, the class of the node; ``value``, its text or ``None``;
+        ``implicit``, which kinds of implicit tags it may have."""
         tag = str(super().resolve(kind, value, implicit))  # type: ignore[no-untyped-call]
         is_odd = tag in _NUMBERS and value is not None and _ODD_NUMBER.search(value)
         return "tag:yaml.org,2002:str" if is_odd else tag
@@ -64,9 +63,9 @@ class _Decimal(yaml.SafeLoader):
 
 @cache
 def catalogue(kind: str) -> dict[str, dict[str, Any]]:
-    """Return the entries of one data file of the catalogue, by name. An entry that names another one with its key
-    ``like`` is returned with the fields of both. ``kind``: ``devices``, ``links``, ``patterns``, ``hosts`` or
-    ``machines``."""
+    """Return the entries of one data file of the catalogue, by name. If an entry names another one with its key
+    ``like``, it is returned with the fields of both. ``kind``: the data file: ``devices``, ``links``, ``patterns``,
+    ``hosts`` or ``machines``."""
     text = resources.files("partitioner.topology").joinpath("data", f"{kind}.yaml").read_text(encoding="utf-8")
     entries: dict[str, dict[str, Any]] = yaml.safe_load(text)
     return {name: _resolve_like(entry, entries, kind, name) for name, entry in entries.items()}
@@ -217,10 +216,10 @@ def parse_topology(text: str) -> Topology:
 
 
 def _resolve_like(entry: Any, entries: Mapping[str, Mapping[str, Any]], *path: int | str) -> Any:
-    """Return ``entry``, with the key ``like`` replaced by the fields of the entry that this key names; fields of
-    ``entry`` itself override these. Return it unchanged if it has no key ``like``. ``entries``: the entries that can be
-    named, by name. ``path``: the keys that lead to ``entry`` in the file, for errors. Raise :class:`MisplacedError` for
-    an unknown name."""
+    """Return ``entry`` with the key ``like`` replaced by the fields of the entry that this key names; the fields of
+    ``entry`` itself take precedence. If ``entry`` has no key ``like``, return it unchanged. ``entries``: the entries
+    that can be named, by name. ``path``: the keys that lead to ``entry`` in the file, for errors. Raise
+    :class:`MisplacedError` for an unknown name."""
     if not isinstance(entry, Mapping) or "like" not in entry:
         return entry
     base = entry["like"]
@@ -231,9 +230,9 @@ def _resolve_like(entry: Any, entries: Mapping[str, Mapping[str, Any]], *path: i
 
 
 def _expand_machine(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the topology fields ``data`` with its keys ``machine`` and ``nodes`` (the number of machines) replaced by
-    the fields of that machine in the catalogue. Other fields of ``data`` override these. Raise :class:`MisplacedError`
-    for an unknown machine or a wrong number."""
+    """Return the topology fields ``data`` with the keys ``machine`` and ``nodes`` (the number of machines) replaced by
+    the fields of that machine in the catalogue. Other fields of ``data`` take precedence over these. Raise
+    :class:`MisplacedError` for an unknown machine or a wrong number."""
     machine, nodes = data["machine"], data.get("nodes", 1)
     if not isinstance(nodes, int) or isinstance(nodes, bool):
         raise MisplacedError(f"with 'machine', 'nodes' is their number, like 4; got {nodes!r}", "nodes")
@@ -293,15 +292,14 @@ def _check_kinds(fields: Mapping[str, Any]) -> None:
 
 
 def _list_entries(value: Any) -> list[Any]:
-    """Return the values of ``value`` if it is a mapping, or its entries if it is a list or tuple; an empty list for
+    """Return the values of ``value`` if it is a mapping, its entries if it is a list or tuple, and an empty list for
     other objects."""
     return list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, list | tuple) else []
 
 
 def _add_catalogue_entries(own: dict[str, Any], kind: str, names: Sequence[Any]) -> dict[str, Any]:
-    """Return ``own``, the entries of a file by name, completed by entries of the catalogue: one for each of ``names``
-    that ``own`` lacks. Names that the catalogue lacks, too, are skipped. ``kind``: which data file of the catalogue to
-    use, such as ``devices``."""
+    """Return ``own``, entries of a file by name, with the missing entries of ``names`` added from the catalogue. Names
+    that the catalogue lacks, too, are skipped. ``kind``: the data file of the catalogue, such as ``devices``."""
     known = catalogue(kind)
     return own | {n: known[n] for n in names if isinstance(n, str) and n in known and n not in own}
 
@@ -315,9 +313,9 @@ def _expand_level(level: Any, number: int) -> Any:
 
 
 def _expand_group(group: Any, number: int) -> Any:
-    """Return ``group``, an entry of ``nodes`` in a topology file, with its ``host`` replaced by the fields of the
-    catalogue's host that it names, directly or by ``like``. Other entries are returned unchanged. ``number``: index of
-    the entry, for errors."""
+    """Return ``group``, an entry of ``nodes`` in a topology file, with its ``host`` replaced by the fields of the host
+    in the catalogue that it names, directly or by ``like``. Entries without a host are returned unchanged. ``number``:
+    index of the entry, for errors."""
     if not isinstance(group, dict) or group.get("host") is None:
         return group
     host = {"like": group["host"]} if isinstance(group["host"], str) else group["host"]
@@ -327,7 +325,7 @@ def _expand_group(group: Any, number: int) -> Any:
 def _refuse_duplicates(node: Any, source: str, seen: set[int]) -> None:
     """Raise :class:`TopologyError` if a YAML mapping has a key twice. ``node``: a node of the parsed YAML, which is
     checked with all nodes inside it. ``source``: name of the file in errors. ``seen``: identities of the nodes that
-    were checked before, because aliases lead to a node more than once."""
+    were already checked, because aliases lead to a node more than once."""
     if id(node) in seen:
         return
     seen.add(id(node))
@@ -346,8 +344,8 @@ def _refuse_duplicates(node: Any, source: str, seen: set[int]) -> None:
 
 def _find_line_number(node: Any, path: Sequence[int | str]) -> int | None:
     """Return the line in the file, from 1, of the value at ``path``, or of the nearest value that encloses it. Return
-    ``None`` if ``path`` is empty or there is no YAML. ``path``: the keys and list indices that lead to it from
-    ``node``, the parsed YAML."""
+    ``None`` if ``path`` is empty or ``node`` is ``None``. ``path``: the keys and list indices that lead from ``node``,
+    the parsed YAML, to the value."""
     for key in path:
         inner = None
         if isinstance(node, yaml.MappingNode):
@@ -361,8 +359,8 @@ def _find_line_number(node: Any, path: Sequence[int | str]) -> int | None:
 
 
 def with_nodes(topology: Topology, num_nodes: int) -> Topology | None:
-    """Return a copy of ``topology`` with ``num_nodes`` nodes, made by a change of the count of its largest group of
-    equal nodes; ``None`` if that is impossible or changes nothing.
+    """Return a copy of ``topology`` with ``num_nodes`` nodes, made by changing the count of its largest group of equal
+    nodes. Return ``None`` if that is impossible or changes nothing.
 
     A single machine of the catalogue gets the network that the catalogue gives it. Any other topology needs a level of
     links that connects all of its nodes. Overrides of single devices and links are kept.
@@ -384,8 +382,8 @@ def with_nodes(topology: Topology, num_nodes: int) -> Topology | None:
 
 
 def with_devices(topology: Topology, num_devices: int) -> Topology | None:
-    """Return a copy of ``topology``, which must have one node, with ``num_devices`` devices in the node; ``None`` if it
-    has several nodes, if its devices have names of their own, or if the number is impossible."""
+    """Return a copy of ``topology``, which must have one node, with ``num_devices`` devices in the node. Return
+    ``None`` if it has several nodes, if its devices have names of their own, or if the number is impossible."""
     group = topology.nodes[0]
     if topology.num_nodes > 1 or group.names or num_devices < 1:
         return None
@@ -398,7 +396,7 @@ def with_devices(topology: Topology, num_devices: int) -> Topology | None:
 
 def with_memory(topology: Topology, times: float) -> Topology | None:
     """Return a copy of ``topology`` with the memory of every device multiplied by the factor ``times``; ``None`` if the
-    result is no valid topology. The bytes that no process can use (``reserved``) do not change."""
+    result is not a valid topology. The bytes that no process can use (``reserved``) do not change."""
 
     def grown(part: TopologyPart) -> TopologyPart:
         """Return a copy of ``part``, a device type or an override of a device or node, with its bytes of memory
@@ -418,10 +416,9 @@ def with_margin(topology: Topology, margin: float) -> Topology:
         return topology
 
     def smaller(memory: int, kind: str) -> int:
-        """Return ``memory``, the bytes of a device, less those that plans must leave free: the fraction ``margin`` of
-        the enclosing function, of the bytes that programs can use. ``kind``: name of the device type, which gives the
-        bytes that no process can use, such as those of the driver.
-        """
+        """Return ``memory``, the bytes of a device, minus the bytes that plans must leave free: the fraction ``margin``
+        (argument of the enclosing function) of the bytes that programs can use. ``kind``: name of the device type,
+        which gives the bytes that no process can use, such as those of the driver."""
         return memory - margin_bytes(memory - topology.types[kind].reserved, margin)
 
     types = {n: kind.model_copy(update={"memory": smaller(kind.memory, n)}) for n, kind in topology.types.items()}

@@ -48,8 +48,8 @@ class Group:
     devices that run it as a single ring through all ranks.
 
     Three fields describe direct links that the topology gives for single pairs of devices. ``lag``: additional seconds
-    of a round of a ring because of them. ``pair_cap`` and ``pair_lag``: bytes/s of the slowest such link and the
-    greatest additional seconds of one, both for an all-to-all, which has to use the link of every pair.
+    of a round of a ring because of these links. ``pair_cap`` and ``pair_lag``: bytes/s of the slowest of these links,
+    and the greatest additional seconds of one of them, both for an all-to-all, which has to use the link of every pair.
 
     ``hops``: the latency and bandwidth of messages to the rank that is 1, 2, ... positions further in a ring; empty if
     the order of the ranks is not known. ``others``: further groups of the same mesh axis, each slower than this one for
@@ -97,8 +97,8 @@ class Group:
 
     @cached_property
     def all_reduce_start(self) -> float:
-        """Return the seconds of an all-reduce of zero bytes: the measured value, or else the shorter of the times of a
-        ring and of a tree."""
+        """Return the seconds of an all-reduce of zero bytes: the measured value or, if there is none, the shorter of
+        the times of a ring and of a tree."""
         if self.size == 1:
             return 0.0
         if len(self.tiers) == 1 and self.tiers[0].level.all_reduce:
@@ -129,8 +129,9 @@ class Group:
 
     @cached_property
     def exchange_slope(self) -> float:
-        """Return the seconds per byte of an all-to-all. The bytes are counted over all ranks: with n ranks, each holds
-        1/n of them and sends 1/n of that to each other rank. The levels of links transfer at the same time."""
+        """Return the seconds per byte of an all-to-all. The bytes are counted over all ranks: with ``n`` ranks, each
+        rank holds ``1 / n`` of the bytes and sends ``1 / n`` of its own to each other rank. The levels of links
+        transfer at the same time."""
         slowest, reached = 1 / self.pair_cap, 1
         for tier in self.tiers:
             here = reached * tier.ways
@@ -206,9 +207,9 @@ class Group:
 
 
 def select_slowest_group(groups: Iterable[Group]) -> Group:
-    """Return the slowest of ``groups`` that work at the same time: the one with the least bandwidth. The field
-    ``others`` of the result lists the groups that may be slower than it for some collective and size, such as small
-    messages."""
+    """Return the slowest of ``groups``, which communicate at the same time: the group with the least bandwidth. Its
+    field ``others`` lists the groups that may be slower than it for some collective and size, such as small messages.
+    """
     every = sorted(
         dict.fromkeys(each for group in groups for each in group.every),
         key=lambda g: (g.bus_bandwidth, -g.all_reduce_start),
@@ -227,8 +228,8 @@ def _no_faster(group: Group, other: Group) -> bool:
 
 def measured_ring(level: Level, size: int) -> tuple[float, float]:
     """Return (start-up seconds, bandwidth in bytes/s through each rank) of an all-reduce over ``size`` ranks that the
-    links ``level`` connect. The values are interpolated in the measurements of ``level``. If it has none, they are
-    computed from its latency and bandwidth."""
+    links ``level`` connect. The values are interpolated in the measurements of ``level``. If ``level`` has no
+    measurements, they are computed from its latency and bandwidth."""
     if not level.all_reduce:
         return level.base + 2 * (size - 1) * level.step_s, level.bandwidth * level.efficiency
     return _interpolate_measured(level.all_reduce, size, 2 * level.step_s)
@@ -256,7 +257,7 @@ class PairLink:
     ``link``: bandwidth and latency. ``reached``: bytes/s of large collectives. ``step``: seconds of one step of a
     collective. ``more``: seconds by which a step is longer than over the replaced link. ``base``: seconds to start a
     collective. ``as_level``: whether collectives reach the same fraction of the bandwidth as over the replaced link,
-    because the topology gives no fraction for this one.
+    because the topology gives no fraction for the direct link.
     """
 
     link: Link
@@ -278,8 +279,8 @@ def single_links(topology: Topology) -> dict[Pair, PairLink]:
 
 
 def _build_pair_link(link: LinkOverride, plain: Level | Pattern | None) -> PairLink:
-    """Return the direct link ``link`` of a pair of devices with its parameters for collectives. ``plain``: the link
-    that it replaces, which gives the values that ``link`` leaves out; ``None`` if there is none."""
+    """Return the direct link ``link`` of a pair of devices with its parameters for collectives. ``plain``: the replaced
+    link, which gives the values that ``link`` leaves out; ``None`` if there is none."""
     latency = link.latency if link.latency is not None else plain.latency if plain else 0.0
     efficiency = link.efficiency or (plain.efficiency if plain else 1.0)
     step = step_over(latency, plain)
@@ -294,8 +295,9 @@ def _build_pair_link(link: LinkOverride, plain: Level | Pattern | None) -> PairL
 
 
 def _find_connecting_level(topology: Topology, i: int, j: int) -> Level | Pattern | None:
-    """Return the level of links, or the pattern of direct links of their node, that connects the devices ``i`` and
-    ``j`` (indices) if ``topology`` gives no direct link for this pair; ``None`` if nothing else connects them."""
+    """Return the links of ``topology`` that connect the devices ``i`` and ``j`` (indices) apart from a direct link of
+    this single pair: a level of links, or the pattern of direct links of their node. Return ``None`` if nothing else
+    connects them."""
     kind = int(topology.pattern_of[i])
     if kind >= 0 and topology.node_of[i] == topology.node_of[j]:
         name, matrix = topology.pattern_kinds[kind]
@@ -307,9 +309,10 @@ def _find_connecting_level(topology: Topology, i: int, j: int) -> Level | Patter
 
 def step_over(latency: float, plain: Level | Pattern | None) -> float:
     """Return the seconds of one step of a collective over a direct link of two devices, without the time to move data.
-    If the direct link has a greater latency than the links ``plain`` that it replaces, the difference is added to their
-    step; a smaller latency shortens their step in proportion. ``latency``: seconds of one message over the direct link.
-    ``plain``: ``None`` if it replaces no links."""
+    ``latency``: seconds of one message over the direct link. ``plain``: the links that the direct link replaces, or
+    ``None`` if it replaces none; the step then takes ``latency``. If ``latency`` is greater than the latency of
+    ``plain``, the difference is added to the step of ``plain``. If it is smaller, the step is shortened in proportion.
+    """
     if plain is None:
         return latency
     faster = latency / plain.latency if latency < plain.latency else 1.0
@@ -357,8 +360,8 @@ def matrix_of(values: Mapping[Pair, float], size: int) -> Floats:
 
 
 def narrowest_needed(rates: Floats) -> float:
-    """Return the greatest bandwidth in bytes/s that a ring through all devices can have. It is the largest number for
-    which the links with at least this bandwidth form a biconnected graph: a graph that stays connected if any single
+    """Return the greatest bandwidth in bytes/s that a ring through all devices can have: the largest number for which
+    the links with at least this bandwidth form a biconnected graph, that is, a graph that stays connected if any single
     device is removed.
 
     ``rates``: bytes/s of each pair of devices, shape ``[n, n]``; infinite for pairs without a limit.
@@ -373,7 +376,7 @@ def narrowest_needed(rates: Floats) -> float:
 
 
 def round_lag(more: Floats, allowed: NDArray[np.bool_]) -> float:
-    """Return the seconds that one round of a ring takes longer because of slow pairs of devices. ``more``: additional
+    """Return how many seconds longer one round of a ring takes because of slow pairs of devices. ``more``: additional
     seconds of a message between each pair, shape ``[n, n]``. ``allowed``: mask of the pairs that the ring may use, same
     shape.
 

@@ -2,7 +2,7 @@
 communicate.
 
 Ranks are numbered along the mesh axes, nested in the order of ``partitioner.runtime.program.mesh.AXES``, outermost
-first. A placement maps each rank to a device; without one, rank ``i`` is on device ``i``. All groups of an axis
+first. A placement maps each rank to a device; without a placement, rank ``i`` is on device ``i``. All groups of an axis
 communicate at the same time, and a pipeline stage waits for the slowest one.
 
 If all devices and levels are equal, one group can represent all groups over the same axes. A nesting gives each level a
@@ -105,7 +105,7 @@ def stage_groups(
 
 def kinds_of(topology: Topology, rows: NDArray[np.int64], ring: bool = False) -> tuple[NDArray[np.int64], list[Group]]:
     """Sort communication groups into kinds: groups of one kind have equal links. Return an array with the index of each
-    group's kind, and the list of kinds, with one :class:`Group` for each. ``rows``: device indices in ``topology``, one
+    group's kind, and the list of kinds, one :class:`Group` for each. ``rows``: device indices in ``topology``, one
     group per row. ``ring``: whether to compute also the latency and bandwidth of messages around each group's ring,
     while all groups communicate."""
     if rows.shape[1] == 1:
@@ -145,10 +145,9 @@ def _compute_cost_traits(topology: Topology, rows: NDArray[np.int64]) -> Iterato
 
 
 def _own_kinds(topology: Topology, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return a number for each communication group, shape ``[num_groups]``, that stands for its direct links: links
-    that ``topology`` gives for single pairs of devices. Groups have equal numbers if these links make collectives
-    equally fast. The number is 0 if no such link connects two devices of the group. ``rows``: device indices, one group
-    per row."""
+    """Return a number for each communication group, shape ``[num_groups]``. Groups have equal numbers if their direct
+    links (links that ``topology`` gives for single pairs of devices) make collectives equally fast. The number is 0 if
+    no direct link connects two devices of the group. ``rows``: device indices, one group per row."""
     paired = np.array(sorted({i for pair in topology.own_links for i in pair}))
     pairs = np.array(list(topology.own_links))
     numbers: dict[Group, int] = {}
@@ -188,9 +187,10 @@ def find_stage_link(
 
 
 def _slowest_links(topology: Topology, here: NDArray[np.int64], there: NDArray[np.int64]) -> tuple[Link, ...]:
-    """Return one link for each row. It has the name and bandwidth of the pair of devices with the least bandwidth in
-    the row, and the longest latency of all pairs in the row, while all pairs of all rows communicate. ``topology``: the
-    cluster. ``here``, ``there``: indices of the sending and the receiving devices, both of shape ``[rows, pairs]``."""
+    """Return one link for each row, for messages between all pairs of devices of all rows at the same time. The link
+    has the name and bandwidth of the pair with the least bandwidth in the row, and the longest latency of all pairs in
+    the row. ``topology``: the cluster. ``here``, ``there``: indices of the sending and the receiving devices, both of
+    shape ``[rows, pairs]``."""
     bandwidth, latency = links_at_once(topology, here, there)
     narrowest = np.lexsort((-latency, bandwidth), axis=1)[:, 0]
     return tuple(
@@ -202,9 +202,9 @@ def _slowest_links(topology: Topology, here: NDArray[np.int64], there: NDArray[n
 
 
 def stage_capacity(topology: Topology, mesh: Mapping[str, int], devices: Devices = None) -> tuple[int, ...]:
-    """Return for each pipeline stage the bytes that a rank may use: the usable memory of its smallest device, less what
-    the communication library needs for the rank's groups. ``topology``: the devices. ``mesh``: number of ranks by name
-    of the axis. ``devices``: the device index of each rank; ``None`` for device ``i`` of rank ``i``.
+    """Return, for each pipeline stage, the bytes that a rank may use: the usable memory of its smallest device, minus
+    the memory that the communication library needs for the rank's groups. ``topology``: the devices. ``mesh``: number
+    of ranks by name of the axis. ``devices``: the device index of each rank; ``None`` for device ``i`` of rank ``i``.
     """
     paces, of_device = topology.paces
     grid = map_ranks_to_devices(topology, mesh, devices).reshape(mesh.get("pp", 1), -1)
@@ -237,12 +237,12 @@ def stage_paces(
 def replica_paces(
     topology: Topology, mesh: Mapping[str, int], devices: Devices = None
 ) -> tuple[NDArray[np.int64], list[tuple[tuple[str, float], ...]]]:
-    """Return for each data-parallel rank in each pipeline stage the set of pairs (name of the device type, speed
-    factor) that its devices in ``topology`` have. ``mesh``: number of ranks by name of the axis. ``devices``: the
-    device index of each rank; ``None`` for device ``i`` of rank ``i``.
+    """Return, for each data-parallel rank in each pipeline stage, the set of pairs (name of the device type, speed
+    factor) of its devices in ``topology``. ``mesh``: number of ranks by name of the axis. ``devices``: the device index
+    of each rank; ``None`` for device ``i`` of rank ``i``.
 
     The first result has shape ``[pp, dp]``: for each stage and data-parallel rank, the index of its set in the second
-    result. The second lists the distinct sets, each as a tuple.
+    result. The second result lists the distinct sets, each as a tuple.
     """
     paces, of_device = topology.paces
     grid = of_device[map_ranks_to_devices(topology, mesh, devices)].reshape(mesh.get("pp", 1), mesh.get("dp", 1), -1)
@@ -270,9 +270,9 @@ def replica_groups(
 
 
 def _find_kind_sets(kinds: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64], list[list[int]]]:
-    """Find the set of kinds (such as device types, as numbers) that occur in each row of ``kinds``, that is, along its
-    last dim. Return two values: an array with one entry for each row, the index of its set; and the list of the
-    distinct sets, each in ascending order. ``kinds``: numbers from 0 to ``count - 1``."""
+    """Find the set of kinds that occur in each row of ``kinds``, that is, along its last dim. Return two values: an
+    array with one entry for each row, the index of its set; and the list of the distinct sets, each in ascending order.
+    ``kinds``: numbers of kinds (such as of device types), from 0 to ``count - 1``."""
     shape, rows = kinds.shape[:-1], kinds.reshape(-1, kinds.shape[-1])
     if count == 1:
         return np.zeros(shape, dtype=np.int64), [[0]]
@@ -293,10 +293,10 @@ def reference_type(topology: Topology) -> str:
 
 
 def is_nested(sizes: Iterable[int], steps: Sequence[int]) -> bool:
-    """Return whether all communication groups over each mesh axis are known to have equal links, so that it is enough
-    to look at one of them. Ranks are placed on devices in consecutive runs, one inside the other: for example, 8 ranks
-    inside a node and 32 inside a rail. For each axis, take the product of its size and the sizes of the axes inside it.
-    The result is true if each product divides the next longer run and is a multiple of the next shorter one.
+    """Return whether all communication groups over each mesh axis are known to have equal links, so that one of them
+    represents all. Ranks are placed on devices in consecutive runs, one inside the other: for example, 8 ranks inside a
+    node and 32 inside a rail. For each axis, take the product of its size and the sizes of the axes inside it. The
+    result is true if each product divides the next longer run and is a multiple of the next shorter run.
 
     ``sizes``: numbers of ranks of the mesh axes, the innermost first. ``steps``: lengths of the runs in ranks,
     ascending.

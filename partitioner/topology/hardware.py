@@ -49,16 +49,16 @@ class DeviceType(TopologyPart):
     Five tables and factors describe how near kernels come to the peak. ``matmul_efficiency``: (smallest of M, N, K;
     fraction of peak) of matrix products, interpolated over the logarithm. ``unaligned``: factor on this efficiency if
     rows of 16-bit matrices are not multiples of 16 bytes. ``attention_efficiency``: fraction of peak of a fused
-    attention over long sequences. ``attention_lengths``: (number of keys; fraction of that efficiency), interpolated
-    over the logarithm, also below the first; empty: equal at all lengths. ``attention_widths``: (width of a head;
-    fraction of that efficiency), interpolated in the same way.
+    attention over long sequences. ``attention_lengths``: (number of keys; factor on ``attention_efficiency``),
+    interpolated over the logarithm, also below the first; empty: equal at all lengths. ``attention_widths``: (width of
+    a head; factor on ``attention_efficiency``), interpolated in the same way.
 
-    ``memory_efficiency``: fraction of the memory bandwidth by kind of kernel; ``default`` for the others.
-    ``memory_sizes``: (bytes that a kernel moves; greatest multiple of the memory bandwidth that it reaches),
+    ``memory_efficiency``: kind of kernel -> fraction of the memory bandwidth; ``default`` for kinds that are not
+    listed. ``memory_sizes``: (bytes that a kernel moves; greatest multiple of the memory bandwidth that it reaches),
     interpolated over the logarithm, since data in caches are faster; empty: no such limits.
 
-    ``fused_attention``: whether no attention kernel stores the matrix of attention scores; kernels for CPUs do if heads
-    of queries and of values differ in width. ``whole_scatter``: whether in a reduce-scatter a rank receives every
+    ``fused_attention``: whether no attention kernel stores the matrix of attention scores; kernels for CPUs store it if
+    heads of queries and of values differ in width. ``whole_scatter``: whether in a reduce-scatter a rank receives every
     rank's whole buffer before it sums them, as over Gloo. ``single_ring``: whether an all-reduce is one ring through
     all ranks, as over Gloo, so that only one device of a node at a time sends to the next node; NCCL's rings use all
     network cards.
@@ -209,7 +209,7 @@ class Level(TopologyPart):
     seconds for one message.
 
     ``devices``: the number of consecutive devices of a node in each connected group. ``nodes``: the number of
-    consecutive whole nodes in each connected group. If neither is given, they connect all devices. ``only``: the
+    consecutive whole nodes in each connected group. If neither is given, the links connect all devices. ``only``: the
     islands (named sets of nodes) that have these links; empty: all.
 
     ``step``: seconds per step of a collective (``None``: the latency). ``base``: seconds to start a collective.
@@ -336,13 +336,12 @@ class NodeGroup(TopologyPart):
     """``count`` equal nodes of ``devices`` devices each, all of the device type ``type``. ``names``: a name for each
     device; default: ``node<n>/<k>`` for device ``k`` of node ``n``.
 
-    ``island``: a name for these nodes, which a level of links (links with equal bandwidth and latency) can give to say
-    that it connects them; default: the type. ``pattern``: name of the pattern of direct links inside a node; ``None``:
-    there are none. ``nics``: number of network cards of a node, each with the bandwidth of the levels that connect
-    nodes; each of its devices gets an equal part of their bandwidth; ``None``: one for each device. ``concurrent``:
-    number of devices of a node that can compute at full speed at the same time, for example because ranks compete for
-    CPU cores; more devices share that capacity evenly; ``None``: all. ``host``: memory and disk of a node; ``None``:
-    not known.
+    ``island``: a name for this set of nodes, by which a level of links can restrict its links to the set; default: the
+    type. ``pattern``: name of the pattern of direct links inside a node; ``None``: there are none. ``nics``: number of
+    network cards of a node, each with the bandwidth of the levels that connect nodes; the devices of a node share the
+    cards evenly; ``None``: one card for each device. ``concurrent``: number of devices of a node that can compute at
+    full speed at the same time, for example because ranks compete for CPU cores; more devices share that capacity
+    evenly; ``None``: all. ``host``: memory and disk of a node; ``None``: not known.
     """
 
     type: str
@@ -376,7 +375,7 @@ class NodeGroup(TopologyPart):
 
 
 class DeviceOverride(TopologyPart):
-    """The fields in which one device differs from the other devices of its nodes. ``type``: name of its device type.
+    """The fields in which one device differs from the other devices of its node. ``type``: name of its device type.
     ``memory``: bytes. ``speed``: factor on compute rate and memory bandwidth. ``None``: no difference."""
 
     type: str | None = None
@@ -385,12 +384,12 @@ class DeviceOverride(TopologyPart):
 
 
 class NodeOverride(TopologyPart):
-    """The fields in which one node differs from equal nodes. ``network``: the remaining fraction of its bandwidth to
-    other nodes.
+    """The fields in which one node differs from the other nodes of its group.
 
-    ``dead_nics``: the number of failed network cards (counted from the last), or their indices from 0; their devices
-    share the nearest working card. ``memory``: bytes of each of its devices; ``None``: no difference. ``speed``: factor
-    on the compute rate and memory bandwidth of each of its devices.
+    ``network``: the remaining fraction of its bandwidth to other nodes. ``dead_nics``: the number of failed network
+    cards (counted from the last), or a list of their indices from 0; their devices share the nearest working card.
+    ``memory``: bytes of each of its devices; ``None``: no difference. ``speed``: factor on the compute rate and memory
+    bandwidth of each of its devices.
     """
 
     network: Factor = Field(default=1.0, le=1)
@@ -419,11 +418,11 @@ class NodeOverride(TopologyPart):
 
 class LinkOverride(TopologyPart):
     """A direct link between two devices, which replaces their other link in both directions. ``between``: the names of
-    the devices.
+    the devices. ``bandwidth``: bytes/s. ``latency``: seconds for one message. ``efficiency``: the fraction of the
+    bandwidth that large collectives reach.
 
-    ``bandwidth``: bytes/s. ``latency``: seconds for one message. ``efficiency``: the fraction of the bandwidth that
-    large collectives reach. ``None``: the value of the replaced link, if there is one; otherwise no latency and the
-    full bandwidth.
+    If ``latency`` or ``efficiency`` is ``None``, the value of the replaced link is used. If no link is replaced, the
+    latency is 0 and the efficiency 1.
     """
 
     between: tuple[str, str]
@@ -449,7 +448,8 @@ class Link(TopologyPart):
 
 class Hop(NamedTuple):
     """A step of a ring, in which every rank sends a message to the rank a fixed number of positions further, all at the
-    same time. ``latency`` (s), ``bandwidth`` (bytes/s): of the slowest message."""
+    same time. ``latency``: seconds of the slowest message without data. ``bandwidth``: bytes/s of the slowest message.
+    """
 
     latency: float
     bandwidth: float
@@ -481,6 +481,6 @@ class Device:
 
 
 def margin_bytes(usable: int, margin: float) -> int:
-    """Return how many of the ``usable`` bytes of a device's memory a plan must not use. The result is rounded up.
-    ``margin``: the fraction to leave free."""
+    """Return how many of the ``usable`` bytes of a device's memory a plan must leave free: the fraction ``margin`` of
+    them, rounded up."""
     return math.ceil(margin * max(0, usable))

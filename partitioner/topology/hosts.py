@@ -22,8 +22,8 @@ class HostShare:
 
     ``bandwidth``: bytes/s per direction between the device and host memory. ``latency``: seconds of one copy of zero
     bytes. ``memory``: bytes of host memory. ``update_bandwidth``: bytes/s at which an optimizer step on the host reads
-    and writes. ``disk_bandwidth``: the rank's share of its node's disks in bytes/s; infinite without a disk, since
-    nothing is moved there.
+    and writes. ``disk_bandwidth``: the rank's share of the bandwidth of its node's disks in bytes/s; infinite without a
+    disk, since nothing is moved there.
     """
 
     bandwidth: float = math.inf
@@ -41,8 +41,8 @@ BOUNDLESS = HostShare()  # a host without limits
 
 
 def host_shares(topology: Topology) -> tuple[HostShare | None, ...]:
-    """Return for each device of ``topology`` its share of its node's host (memory, disk and the bandwidth to them), in
-    the order of devices; ``None`` for devices whose host is not described. Equal shares are one object."""
+    """Return, for each device of ``topology``, its share of its node's host (memory, disk and the bandwidth to them),
+    in the order of devices; ``None`` for devices whose host is not described. Equal shares are one object."""
     on_node = Counter(device.node for device in topology.devices)
     by_node: dict[int, HostShare | None] = {}
     different: dict[HostShare, HostShare] = {}

@@ -23,13 +23,13 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class NetworkCards:
-    """The network card that each device uses, and the bandwidth that it gets there. All arrays have the shape
+    """The network card that each device uses, and the bandwidth that the device gets. All arrays have the shape
     ``[num_devices]``. Bandwidths are multiples of the bandwidth of one card.
 
     ``port``: the number of the card that a device uses; a device with several cards has one number for all of them.
-    ``alone``: its bandwidth while no other device uses its port. ``share``: its bandwidth while all devices with that
-    port communicate. ``left``: ``share`` as a fraction of what it would be if no card had failed and no node had lost
-    bandwidth.
+    ``alone``: the bandwidth of a device while no other device uses its port. ``share``: its bandwidth while all devices
+    with that port communicate. ``left``: the remaining fraction of ``share`` after failures: ``share`` divided by its
+    value if no card had failed and no node had lost bandwidth.
     """
 
     port: Ints
@@ -48,17 +48,17 @@ class NetworkCards:
         return bool((self.users > 1).any())
 
     def among(self, devices: Ints, talking: Ints) -> Floats:
-        """Return the bandwidth that each of ``devices`` (indices) gets while some devices use its port, as a multiple
-        of the bandwidth of one network card. ``talking``: the number of devices that use the port, for each of
-        ``devices``. The shapes of the two are broadcast."""
+        """Return the bandwidth of each of ``devices`` (indices) while some devices use its port, as a multiple of the
+        bandwidth of one network card. ``talking``: for each of ``devices``, the number of devices that use its port.
+        The shapes of the two arguments are broadcast."""
         alone = self.alone[devices]
         whole = np.maximum(alone, self.share[devices] * self.users[devices])
         return np.minimum(alone, whole / talking)
 
 
 def network_cards(nodes: tuple[NodeGroup, ...], overrides: Mapping[int, NodeOverride]) -> NetworkCards:
-    """Return which network card each device uses, and the bandwidth that it gets there. ``nodes``: the groups of equal
-    nodes, in the order of devices. ``overrides``: by node number (from 0), the failed cards and lost bandwidth of that
+    """Return which network card each device uses, and the bandwidth that the device gets. ``nodes``: the groups of
+    equal nodes, in the order of devices. ``overrides``: node number (from 0) -> failed cards and lost bandwidth of that
     node."""
     ports, alone, shares, left = [], [], [], []
     node = first = 0
@@ -86,11 +86,12 @@ def network_cards(nodes: tuple[NodeGroup, ...], overrides: Mapping[int, NodeOver
 
 def card_shares(devices: int, cards: int, dead: frozenset[int]) -> Floats:
     """Return the fraction of its network bandwidth that each device of a node retains if some cards fail, shape
-    ``[devices]``. A device whose cards all failed uses those of the nearest device that has working ones. ``devices``,
-    ``cards``: numbers of devices and cards of the node. ``dead``: indices of the failed cards, from 0.
+    ``[devices]``. If all cards of a device failed, the device uses the cards of the nearest device that has working
+    ones. ``devices``, ``cards``: numbers of devices and cards of the node. ``dead``: indices of the failed cards, from
+    0.
 
-    If there are fewer cards than devices, several devices use one card; otherwise a device may have several. They are
-    assigned in order of their index in the node.
+    Cards are assigned to devices in order of their index in the node. If there are fewer cards than devices, several
+    devices use one card; otherwise a device may have several.
     """
     used, strength = _assign_live_ports(devices, cards, dead)
     home = np.arange(devices) * len(strength) // devices
@@ -100,8 +101,8 @@ def card_shares(devices: int, cards: int, dead: frozenset[int]) -> Floats:
 
 def _assign_live_ports(devices: int, cards: int, dead: frozenset[int]) -> tuple[Ints, Floats]:
     """Return the port that each device of a node uses, and for each port the fraction of its cards that work. A port is
-    one network card, or all cards of one device if there are more cards than devices. ``devices``, ``cards``: their
-    numbers in the node. ``dead``: indices of the failed cards, from 0."""
+    one network card, or all cards of one device if there are more cards than devices. ``devices``, ``cards``: numbers
+    of devices and cards of the node. ``dead``: indices of the failed cards, from 0."""
     ports = min(devices, cards)
     alive = np.array([card not in dead for card in range(cards)], dtype=float)
     strength = np.array([cards_of.mean() for cards_of in np.split(alive, np.arange(1, ports) * cards // ports)])

@@ -89,7 +89,8 @@ def _past_singles(group: Group, singles: Mapping[Pair, PairLink]) -> Group:
 def _over_singles(plain: Group, singles: Mapping[Pair, PairLink]) -> Group:
     """Return a communication group that uses only direct links of single pairs, which must connect all of its devices.
     ``plain``: the group of the same devices over levels of links. ``singles``: the direct links, by pair of positions
-    in the group. Links without an efficiency of their own take that of the links which they replace."""
+    in the group. A direct link for which the topology gives no efficiency has the efficiency of the link that it
+    replaces."""
     size, every = plain.size, list(singles.values())
     step, latency = min(own.step for own in every), max(own.link.latency for own in every)
     if len(plain.tiers) == 1 and all(own.as_level for own in every):
@@ -111,9 +112,9 @@ def _over_singles(plain: Group, singles: Mapping[Pair, PairLink]) -> Group:
 
 
 def spread_of(ids: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return three arrays with one number for each row of ``ids``: how many distinct ids occur in the row, how often
-    the rarest one occurs, and how often the most frequent one occurs. ``ids``: for each device of a communication group
-    (a row), the number of the part, such as a node, to which it belongs, shape ``[rows, size]``."""
+    """Return three arrays with one number for each row of ``ids``: the number of distinct ids in the row, the count of
+    the rarest id, and the count of the most frequent id. ``ids``: for each device of a communication group (a row), the
+    number of the part, such as a node, to which it belongs, shape ``[rows, size]``."""
     ordered = np.sort(ids, axis=1)
     place = np.arange(ids.shape[1])
     starts = np.ones(ids.shape, dtype=bool)
@@ -127,8 +128,8 @@ def spread_of(ids: Ints) -> tuple[Ints, Ints, Ints]:
 
 def _level_group(topology: Topology, devices: Ints) -> Group:
     """Return the communication group of the devices with the indices ``devices`` in ``topology`` over the levels of
-    links, without direct links of single pairs. If no level connects all of them, the outermost tier of the group
-    stands for routes over other devices."""
+    links, without direct links of single pairs. If no level connects all of these devices, the outermost tier of the
+    group stands for routes over other devices."""
     size = len(devices)
     tiers: list[Tier] = []
     ring = math.inf
@@ -188,15 +189,16 @@ def ring_hops(topology: Topology, rows: NDArray[np.int64]) -> tuple[NDArray[np.f
 
 
 def hops_of(latencies: NDArray[np.float64], bandwidths: NDArray[np.float64]) -> tuple[Hop, ...]:
-    """Return one ``Hop`` (latency, bandwidth) for each distance in a ring. Entry ``k`` of each is for messages to the
-    rank ``k + 1`` positions further around the ring. ``latencies``: seconds. ``bandwidths``: bytes/s."""
+    """Return one ``Hop`` (latency, bandwidth) for each distance in a ring. Entry ``k`` of both arguments is for
+    messages to the rank ``k + 1`` positions further around the ring. ``latencies``: seconds. ``bandwidths``: bytes/s.
+    """
     return tuple(map(Hop, latencies.tolist(), bandwidths.tolist()))
 
 
 def select_card_neighbours(topology: Topology, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the groups that matter for the speed of the first of ``rows``: itself and all others that may share a
-    network card with it because they have a device on one of its nodes. ``rows``: device indices in ``topology``, one
-    communication group per row."""
+    """Return the groups that matter for the speed of the first of ``rows``: this group itself, and all groups that have
+    a device on one of its nodes and may therefore share a network card with it. ``rows``: device indices in
+    ``topology``, one communication group per row."""
     if not topology.cards.are_shared:
         return rows[:1]
     mine = np.unique(topology.node_of[rows[0]])

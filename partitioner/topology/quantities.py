@@ -67,9 +67,8 @@ def parse_quantity(value: Any, kind: str | None = None) -> Any:
 
 
 def parse_ratio(value: Any) -> Any:
-    """Return ``value``, a text like ``4:1``, as its quotient (4.0). Text like ``4`` becomes a number, and other values
-    are returned unchanged. Raise ``ValueError`` for booleans, text that is not a number, and a division by zero.
-    """
+    """Return the quotient of ``value``, a text like ``4:1`` (4.0). Text like ``4`` becomes a number, and other values
+    are returned unchanged. Raise ``ValueError`` for booleans, text that is not a number, and a division by zero."""
     match = _RATIO.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         return parse_quantity(value, "a number")

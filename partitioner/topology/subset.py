@@ -27,9 +27,9 @@ def remove_devices(topology: Topology, names: Collection[str]) -> Topology:
     """Return a copy of ``topology`` without the devices ``names``; a name like ``node3`` stands for all devices of node
     3. The remaining devices keep their names and links.
 
-    Raise :class:`TopologyError` for unknown names, if no device is left, or if no topology describes the rest: levels
-    of links connect consecutive devices, and network cards belong to positions in a node, so a gap can change which
-    devices are connected.
+    Raise :class:`TopologyError` for unknown names, if no device is left, or if no topology can describe the remaining
+    devices. The latter is possible because levels of links connect consecutive devices, and network cards belong to
+    positions in a node, so that a gap can change which devices are connected.
     """
     kept = np.ones(topology.num_devices, dtype=bool)
     for name in names:
@@ -109,7 +109,7 @@ def _count_remaining_cards(group: NodeGroup, places: Places) -> int | None:
 
 def _restrict_pattern(pattern: Pattern, places: Places) -> Pattern:
     """Return a copy of ``pattern`` (direct links inside a node) with only the links between remaining devices.
-    ``places``: the indices of these devices in the node; they are renumbered from 0 in this order. Raise
+    ``places``: the indices of the remaining devices in the node; they are renumbered from 0 in this order. Raise
     :class:`TopologyError` if no link is left."""
     at = {place: number for number, place in enumerate(places)}
     links = []

@@ -57,11 +57,11 @@ if TYPE_CHECKING:
 
 
 class Topology(TopologyPart):
-    """Describe a cluster: groups of equal nodes with their devices, the types of these devices, and the links between
-    them. Devices are numbered from 0, in the order of their nodes.
+    """A cluster: groups of equal nodes with their devices, the types of these devices, and the links between them.
+    Devices are numbered from 0, in the order of their nodes.
 
-    ``Topology.local(4)``, ``Topology.preset("dgx-h100", nodes=2)`` and ``Topology.load("cluster.yaml")`` make one.
-    Raises :class:`TopologyError` for inconsistent descriptions.
+    ``Topology.local(4)``, ``Topology.preset("dgx-h100", nodes=2)`` and ``Topology.load("cluster.yaml")`` create a
+    topology. Raises :class:`TopologyError` for inconsistent descriptions.
     """
 
     name: str = Field(description="Name of the cluster in reports.")
@@ -105,9 +105,8 @@ class Topology(TopologyPart):
             ) from error
 
     def __eq__(self, other: object) -> bool:
-        """Return whether ``other`` is a topology with the same described fields. Values that are derived from them are
-        not compared.
-        """
+        """Return whether ``other`` is a topology with equal fields. Values that are derived from the fields are not
+        compared."""
         if not isinstance(other, Topology):
             return NotImplemented
         return all(getattr(self, name) == getattr(other, name) for name in type(self).model_fields)
@@ -198,7 +197,7 @@ class Topology(TopologyPart):
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """Return the indices of devices in the list of devices: name of the device -> index, from 0."""
+        """Return name of a device -> its index, from 0."""
         return {name: i for i, name in enumerate(self.names)}
 
     @cached_property
@@ -214,8 +213,8 @@ class Topology(TopologyPart):
 
     @cached_property
     def concurrent(self) -> dict[int, float]:
-        """Return the number of devices of a node that can compute at full speed at the same time, by node number (from
-        0). Nodes without such a limit have no entry."""
+        """Return node number (from 0) -> number of devices of the node that can compute at full speed at the same time.
+        Nodes without such a limit have no entry."""
         found = [g.concurrent for g in self.nodes for _ in range(g.count)]
         return {n: limit for n, limit in enumerate(found) if limit is not None}
 
@@ -227,7 +226,8 @@ class Topology(TopologyPart):
 
     @cached_property
     def cards(self) -> NetworkCards:
-        """Return the network cards of all nodes: which card each device uses, and the bandwidth that it gets."""
+        """Return the network cards of all nodes: which card each device uses, and the bandwidth that the device
+        gets."""
         return network_cards(self.nodes, self.node_overrides)
 
     @property
@@ -260,25 +260,22 @@ class Topology(TopologyPart):
 
     @cached_property
     def _inner_level_cache(self) -> dict[tuple[int, int], Level]:
-        """Return a cache of the direct links among some devices of a node, summarized as one level of links: (index of
-        the node's pattern, bit mask of the devices) -> level.
-        """
+        """Return the cache of :meth:`inside_level`: (index of the node's pattern of direct links, bit mask of the
+        devices) -> the direct links among these devices, summarized as one level of links."""
         return {}
 
     def inside_level(self, kind: int, members: int) -> Level:
         """Return the direct links among some devices of a node, summarized as one level of links. Results are cached.
-        ``kind``: index into :attr:`pattern_kinds`, the list of the different patterns of direct links that nodes have;
-        it says which pattern the node has. ``members``: bit mask of the devices; bit ``k`` is the device with index
-        ``k`` in the node.
-        """
+        ``kind``: index in :attr:`pattern_kinds` of the node's pattern of direct links. ``members``: bit mask of the
+        devices; bit ``k`` is the device with index ``k`` in the node."""
         if (kind, members) not in self._inner_level_cache:
             self._inner_level_cache[kind, members] = inside_level(self, kind, members)
         return self._inner_level_cache[kind, members]
 
     @cached_property
     def host_shares(self) -> tuple[HostShare | None, ...]:
-        """Return the share of its node's host (memory, disk and the bandwidth to them) that each device has, in the
-        order of devices; ``None`` for devices whose host is not described."""
+        """Return, for each device, its share of its node's host (memory, disk and the bandwidth to them), in the order
+        of devices; ``None`` for devices whose host is not described."""
         return host_shares(self)
 
     @cached_property
@@ -347,8 +344,8 @@ class Topology(TopologyPart):
         return any(self.types[kind].single_ring for kind, _ in self.paces[0])
 
     def device_type(self, index: int) -> DeviceType:
-        """Return the type of the device number ``index``, without the overrides of single devices and nodes. ``index``:
-        from 0."""
+        """Return the type of the device with the index ``index`` (from 0), without the overrides of single devices and
+        nodes."""
         return self.types[self.devices[index].kind]
 
     def host(self, node: int) -> Host | None:
@@ -382,8 +379,8 @@ class Topology(TopologyPart):
 
     @cached_property
     def linked_groups(self) -> dict[bytes, Group]:
-        """Return a cache, empty at first, of communication groups whose devices may have direct links of single pairs.
-        The key is the bytes of the array of sorted device indices."""
+        """Return a cache, empty at first, of communication groups on topologies with direct links of single pairs. The
+        key is the bytes of the array of sorted device indices."""
         return {}
 
     def link(self, i: int, j: int) -> Link:
@@ -493,8 +490,8 @@ class Topology(TopologyPart):
 
     @classmethod
     def local(cls, num_ranks: int) -> Topology:
-        """Return a topology of ``num_ranks`` processes that share this machine's CPU cores and memory evenly. The rates
-        are rough estimates."""
+        """Return a topology of ``num_ranks`` processes that share this machine's CPU cores and memory evenly. Its
+        compute rates and bandwidths are rough estimates."""
         from partitioner.topology.detect import build_local_topology
 
         require_type("num_ranks", num_ranks, int)
@@ -503,8 +500,7 @@ class Topology(TopologyPart):
     @classmethod
     def detect(cls) -> Topology:
         """Return a topology of this machine's CUDA devices, repeated for each node that the launcher (torchrun)
-        started; without CUDA, of this machine's CPU.
-        """
+        started. If there is no CUDA device, return a topology of this machine's CPU."""
         from partitioner.topology.detect import detect_topology
 
         return detect_topology()

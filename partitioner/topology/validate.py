@@ -54,8 +54,8 @@ def format_validation_error(
     the place, the mistake and the value.
 
     ``model``: the class that was validated. ``what``: the name of the validated object in the sentence, such as a file
-    name. ``line_of``: function that returns the line of the file for a path of keys and list indices, or ``None`` if
-    the line is unknown. Pass ``line_of=None`` if the object is not from a file.
+    name. ``line_of``: function from a path of keys and list indices to the line of the file (``None`` if unknown).
+    ``line_of=None``: the object is not from a file.
     """
     every = error.errors()
     # an error about an inner value says more than one about the whole, and a wrong value more than a missing one
@@ -75,9 +75,9 @@ def format_validation_error(
 
 
 def _has_inside(place: Sequence[int | str], every: Iterable[ErrorDetails]) -> bool:
-    """Return whether one of the pydantic errors ``every`` is about a value inside the value at ``place``. An error
-    about the inner value is more specific, so it is reported first. ``place``: the keys and list indices that lead to
-    the value; the result is false if this path is empty (the error is about the whole object)."""
+    """Return whether one of the pydantic errors ``every`` is about a value inside the value at ``place``. Such an error
+    is more specific and is reported first. ``place``: the keys and list indices that lead to the value. If ``place`` is
+    empty (the error is about the whole object), the result is false."""
     return any(len(each["loc"]) > len(place) > 0 and each["loc"][: len(place)] == place for each in every)
 
 
@@ -85,9 +85,9 @@ _MOST_VALUES = 1_000_000  # values of a YAML file, where each alias counts as wh
 
 
 def find_alias_problem(tree: Any) -> str:
-    """Return why the aliases of a YAML file cannot be resolved, as text: a value contains itself, or the aliases expand
-    to too many values. Return an empty string if they can. ``tree``: the root node of the parsed YAML, or ``None``.
-    """
+    """Return, as text, why the aliases of a YAML file cannot be resolved: a value contains itself, or the aliases
+    expand to too many values. Return an empty string if they can be resolved. ``tree``: the root node of the parsed
+    YAML, or ``None``."""
     counts: dict[int, int] = {}
     stack = [(tree, False)] if tree is not None else []
     while stack:
@@ -115,8 +115,8 @@ def format_suggestion(name: str, known: Sequence[str]) -> str:
 
 
 def _unknown_key(key: str, known: Sequence[str]) -> str:
-    """Return the text of an error about a key that is not allowed. ``key``: the key. ``known``: the keys that are
-    allowed there; similar ones are suggested."""
+    """Return the text of an error about a key that is not allowed, ``key``. ``known``: the allowed keys; similar ones
+    are suggested."""
     return (
         f"unknown key; {format_suggestion(key, known)}expected {', '.join(known)}"
         if known
@@ -225,7 +225,7 @@ def _check_names(topology: Topology) -> None:
 
 def _check_levels(topology: Topology) -> None:
     """Raise :class:`MisplacedError` if a level of links in ``topology`` names unknown islands (sets of nodes), connects
-    more devices than a node has, or connects nothing that the levels listed before it do not connect."""
+    more devices than a node has, or connects only devices that earlier levels already connect."""
     islands = list(dict.fromkeys(g.island_name for g in topology.nodes))
     for i, level in enumerate(topology.levels):
         for name in level.only:
@@ -331,8 +331,8 @@ def _check_node(topology: Topology, node: int, override: NodeOverride) -> None:
 
 
 def _check_memory(topology: Topology) -> None:
-    """Raise :class:`MisplacedError` if an override in ``topology`` gives a device so little memory that nothing is left
-    after the bytes that are reserved on it."""
+    """Raise :class:`MisplacedError` if an override in ``topology`` gives a device so little memory that all of it is
+    reserved."""
     kinds = [g.type for g in topology.nodes for _ in range(g.count)]
     given: list[tuple[str, int | None, tuple[int | str, ...]]] = [
         (kinds[n], o.memory, ("node_overrides", n, "memory")) for n, o in topology.node_overrides.items()

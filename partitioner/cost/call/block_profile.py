@@ -1,7 +1,7 @@
 """Kernels, collectives and states (parameters and buffers) of one call of a block, extracted from its local graph.
 
 A block is a repeated piece of the model, such as a layer. The local graph is the one that a rank runs after sharding.
-Kernels are columns of arrays, so that all of them are priced at once.
+The kernels are stored as a table of arrays, so that all of them are priced at once.
 """
 
 from __future__ import annotations
@@ -79,14 +79,15 @@ _IN_PIECES = frozenset(("all_gather", "reduce_scatter"))  # collectives that can
 class KernelRow:
     """One GPU kernel of a block (such as a layer), and its role in the block.
 
-    - ``kernel``: its traffic, FLOPs and launches. ``way``: 0 forward, 1 backward. ``product``: its operator is a matrix
-      product or an attention. ``again``: selective recomputation runs it a second time in backward. ``ring``: if its
-      operator is an attention over a sharded sequence, the index of that attention among those of the block, else -1.
-    - ``expert``: its operator is a matrix product of a mixture of experts. The other fields matter only for these.
-      ``widest``: the smaller side of an expert's weight matrix, an upper bound on the smallest of M, N and K of the
+    - ``kernel``: its traffic, FLOPs and launches. ``way``: 0 forward, 1 backward. ``product``: whether its operator is
+      a matrix product or an attention. ``again``: whether selective recomputation runs it a second time in backward.
+      ``ring``: if its operator is an attention over a sharded sequence, the index of that attention among those of the
+      block; otherwise -1.
+    - ``expert``: whether its operator is a matrix product of a mixture of experts. The other fields are used only if
+      so. ``widest``: the smaller side of an expert's weight matrix, an upper bound on the smallest of M, N and K of the
       product. ``rows``: the number of rows (tokens) of all experts in the graph; 0: every expert processes all rows.
-      ``held``: the number of experts in the graph. ``each``: a rank launches the kernel separately for each of its
-      experts.
+      ``held``: the number of experts in the graph. ``each``: whether a rank launches the kernel separately for each of
+      its experts.
     """
 
     kernel: Kernel
@@ -106,16 +107,16 @@ class KernelTable:
     """Table of the GPU kernels of a block (such as a layer), with one array of shape ``[kernels]`` for each property.
 
     - ``kinds``, ``precisions``: the distinct names of kinds (such as ``"norm"``) and number formats. ``kind``,
-      ``precision``: index of each kernel in these.
-    - ``num_bytes``: bytes read and written. ``state_bytes``: the part of them that belongs to weights. ``flops``:
-      FLOPs. ``smallest``: the smallest of M, N and K of a product. ``width``: head width of an attention. ``launches``:
-      number of launches.
-    - ``aligned``: the sizes suit matrix units. ``learned``: the kernel computes a gradient of weights. ``way``: 0
-      forward, 1 backward. ``product``: it is a matrix product or an attention. ``again``: selective recomputation runs
-      it a second time. ``ring``: index of its attention over a sharded sequence, else -1.
-    - ``expert``: it is a product of experts. For these: ``widest``: the smaller side of an expert's weight. ``rows``:
-      number of rows (tokens) of all experts; 0: every expert has all. ``held``: number of experts. ``each``: it is
-      launched for each expert separately.
+      ``precision``: for each kernel, its index in ``kinds`` and in ``precisions``.
+    - ``num_bytes``: bytes read and written. ``state_bytes``: the part of ``num_bytes`` that belongs to weights.
+      ``flops``: FLOPs. ``smallest``: the smallest of M, N and K of a product. ``width``: head width of an attention.
+      ``launches``: number of launches.
+    - ``aligned``: whether the sizes suit matrix units. ``learned``: whether the kernel computes a gradient of weights.
+      ``way``: 0 forward, 1 backward. ``product``: whether it is a matrix product or an attention. ``again``: whether
+      selective recomputation runs it a second time. ``ring``: index of its attention over a sharded sequence, or -1.
+    - ``expert``: whether it is a product of experts. The other fields are used only if so. ``widest``: the smaller side
+      of an expert's weight. ``rows``: number of rows (tokens) of all experts; 0: every expert processes all rows.
+      ``held``: number of experts. ``each``: whether it is launched for each expert separately.
     """
 
     kinds: tuple[str, ...]
@@ -141,9 +142,8 @@ class KernelTable:
     each: Marks
 
     def cut_rows(self, places: Sequence[int], rows: int, pieces: int) -> KernelTable:
-        """Return a table of the kernels at ``places``, each cut to one part of its rows. Every part reads the whole
-        weight. ``places``: indices of matrix products with ``rows`` rows in this table. ``pieces``: the number of equal
-        parts into which the rows are cut."""
+        """Return a table of the kernels at ``places``, each with one of ``pieces`` equal parts of its rows. Every part
+        reads the whole weight. ``places``: indices of matrix products in this table, all with ``rows`` rows."""
         here = np.array(places)
         columns = {f.name: getattr(self, f.name) for f in fields(self)}
         found = replace(self, **{name: c[here] for name, c in columns.items() if isinstance(c, np.ndarray)})
@@ -156,9 +156,8 @@ class KernelTable:
 
     @staticmethod
     def of(rows: Sequence[KernelRow]) -> KernelTable:
-        """Return ``rows``, the kernels of a block (such as a layer), as a table: arrays with one entry for each kernel,
-        in the same order.
-        """
+        """Return the table of the kernels ``rows`` of a block (such as a layer): arrays with one entry for each kernel,
+        in the order of ``rows``."""
         kernels = [row.kernel for row in rows]
         kinds = list(dict.fromkeys(k.kind for k in kernels))
         precisions = list(dict.fromkeys(k.precision for k in kernels))
@@ -192,11 +191,11 @@ class Exchange:
     """A collective of the block (such as a layer) over a mesh axis.
 
     - ``way``: 0 forward, 1 backward. ``op``: name of the collective. ``axis``: name of the mesh axis.
-    - ``nbytes``: bytes of its operand. ``from_part``: the operand is one rank's part of the tensor, as in an
-      all-gather; otherwise it is the whole tensor.
-    - ``strided``: the dim that it joins or splits is not outermost in memory, so the data are copied. ``in_pieces``: it
-      can be split into pieces that overlap with matrix products. ``anew``: it is a gather that backward repeats if its
-      result is not kept.
+    - ``nbytes``: bytes of its operand. ``from_part``: whether the operand is one rank's part of the tensor, as in an
+      all-gather, instead of the whole tensor.
+    - ``strided``: whether the dim that it joins or splits is not outermost in memory, so that the data are copied.
+      ``in_pieces``: whether it can be split into pieces that overlap with matrix products. ``anew``: whether it is an
+      all-gather that backward repeats unless its result is kept.
     """
 
     way: int
@@ -231,8 +230,8 @@ class StateRead:
     """A parameter or buffer that a block (such as a layer) reads.
 
     ``name``: its name in the block. ``nbytes``: its bytes in the block's graph, which has one rank's shapes before
-    ZeRO. ``gradient_bytes``: the bytes of its accumulated gradient; 0 if it has none. ``expert``: it belongs to
-    experts. ``small``: it has so few bytes that ZeRO-3 does not shard it.
+    ZeRO. ``gradient_bytes``: the bytes of its accumulated gradient; 0 if it has none. ``expert``: whether it belongs to
+    experts. ``small``: whether it is so small that ZeRO-3 does not shard it.
     """
 
     name: str
@@ -242,11 +241,9 @@ class StateRead:
     small: bool = False
 
     def sizes(self, short_gradients: bool, share: float = 1.0) -> tuple[float, float]:
-        """Return two numbers: the bytes of this parameter and the bytes of its gradient, on a rank that holds a
-        fraction of both. ``share``: this fraction, from 0 to 1, for example for weights of experts.
-        ``short_gradients``: the gradient has the parameter's dtype, even if gradients are otherwise accumulated in
-        float32.
-        """
+        """Return two numbers for a rank that holds the fraction ``share`` (0 to 1) of this parameter, such as a part of
+        the experts: the bytes of the parameter and the bytes of its gradient. ``short_gradients``: whether the gradient
+        has the parameter's dtype, even if gradients are otherwise accumulated in float32."""
         gradient = min(self.nbytes, self.gradient_bytes) if short_gradients else self.gradient_bytes
         return self.nbytes * share, gradient * share
 
@@ -257,9 +254,9 @@ class BlockProfile:
 
     - ``kernels``: the table of GPU kernels. ``exchanges``: the collectives. ``states``: the parameters and buffers that
       the call reads. ``rings``: the attentions over a sharded sequence, as pairs (node, whether it has a backward).
-    - ``issued``: number of operators that the host launches in each of three parts: in forward, in backward for
-      gradients of inputs, and in backward for gradients of weights. ``issued_each``: for the same parts, the number of
-      further operators, which the host launches once per expert.
+    - ``issued``: number of operators that the host launches in forward, in backward for gradients of inputs, and in
+      backward for gradients of weights, without those launched once per expert. ``issued_each``: for the same three
+      parts, the number of operators that the host launches once per expert.
     - ``held``: number of experts in the graph. ``region``: the matrix products of experts. ``routing``: number of
       forward operators between the attention and the experts, which route tokens to experts.
     - ``beside``: the collectives that can run in pieces, each at the same time as the matrix product of another piece.
@@ -290,27 +287,28 @@ def asked_by(
     """Return the kernels and collectives of one call of ``block``, and the parameters and buffers that it reads.
     ``block``: a piece of the model, such as a layer, as the graph that one rank runs, with its collectives.
 
-    ``train``: include the backward. ``fp8``: if matrix products with weights run in fp8, which numbers share a scale:
-    those of a ``"tensor"``, a ``"row"`` or a ``"block"``; ``"nvfp4"``: they run in NVFP4; ``None``: they run in
-    neither. With ``fused_casts`` the kernels in front of these products write the operands in fp8. ``again``: the nodes
-    that selective recomputation runs a second time. ``expert_kernels``: how the matrix products of experts run:
+    ``train``: whether to include the backward. ``fp8``: the scaling granularity of matrix products with weights in fp8
+    (``"tensor"``, ``"row"`` or ``"block"``); ``"nvfp4"``: these products run in NVFP4; ``None``: they run in neither
+    format. ``fused_casts``: whether the kernels in front of these products write the operands in fp8. ``again``: the
+    nodes that selective recomputation runs a second time. ``expert_kernels``: how the matrix products of experts run:
     ``"grouped"`` (one kernel for all experts), ``"each"`` (one kernel per expert) or ``"fused"`` (kernels that also do
-    the work of the operators between the products). ``current_scaling``: the fp8 scale of a tensor comes from its own
-    maximum. ``fused_kernels``: a compiler merges operators between products and collectives.
+    the work of the operators between the products). ``current_scaling``: whether the fp8 scale of a tensor comes from
+    its own maximum. ``fused_kernels``: whether a compiler merges operators between products and collectives.
     """
     profiler = _BlockProfiler(block, train, fp8, again, fused_casts, expert_kernels, current_scaling)
     return profiler.read(FusedRegions(block, train) if fused_kernels else None)
 
 
 class _BlockProfiler:
-    """Collects the kernels and collectives of the operators of a block, such as a layer.
+    """Collects the kernels and collectives of the operators of ``block``, such as a layer.
 
-    ``train``: the block has a backward. ``fp8``: if products with weights are in fp8, which numbers share a scale:
-    those of a ``"tensor"``, a ``"row"`` or a ``"block"``; ``"nvfp4"``: they are in NVFP4; else ``None``. ``again``: the
-    nodes that selective recomputation runs a second time, in backward. ``fused_casts``: the kernels in front of
-    products write operands in fp8. ``current_scaling``: each tensor is scaled to fp8 by its own maximum.
-    ``expert_kernels``: how the experts' products run: ``"grouped"`` (one kernel for all experts), ``"each"`` (one
-    kernel per expert) or ``"fused"`` (kernels that also do the work of the operators between the products).
+    ``train``: whether the block has a backward. ``fp8``: the scaling granularity of products with weights in fp8
+    (``"tensor"``, ``"row"`` or ``"block"``); ``"nvfp4"``: they run in NVFP4; ``None``: they run in neither format.
+    ``again``: the nodes that selective recomputation runs a second time, in backward. ``fused_casts``: whether the
+    kernels in front of products write operands in fp8. ``current_scaling``: whether each tensor is scaled to fp8 by its
+    own maximum. ``expert_kernels``: how the experts' products run: ``"grouped"`` (one kernel for all experts),
+    ``"each"`` (one kernel per expert) or ``"fused"`` (kernels that also do the work of the operators between the
+    products).
     """
 
     def __init__(
@@ -427,9 +425,9 @@ class _BlockProfiler:
     def _build_fp8_kernels(
         self, way: int, node: fx.Node, kernels: list[Kernel], operands: list[Operand], results: list[Operand]
     ) -> list[Kernel]:
-        """Return the kernels that run ``node`` if it is a product in fp8: ``kernels`` with fp8 operands, followed by
-        the kernels that cast its operands. Each launch of a cast is added to the operators that the host launches.
-        Return ``kernels`` unchanged for any other node.
+        """Return the kernels that run ``node``. If ``node`` is a product in fp8, these are ``kernels`` with fp8
+        operands, followed by the kernels that cast its operands, and each launch of a cast is added to the operators
+        that the host launches. Otherwise they are ``kernels``, unchanged.
 
         ``kernels``: the kernels of ``node`` without fp8. ``way``: 0 forward, 1 backward. ``operands``, ``results``: the
         tensors that ``node`` reads and writes.
@@ -453,13 +451,13 @@ class _BlockProfiler:
     def _count_fused_bytes(
         self, node: fx.Node, operands: Sequence[Operand], results: Sequence[Operand], way: int
     ) -> float:
-        """Return the bytes of memory traffic that ``node`` adds to the fused kernels of experts' products, which also
-        do its work. Values between two fused operators stay inside the kernel and count nothing.
+        """Return the bytes of memory traffic that ``node`` adds to the fused kernels of experts' products, which do the
+        work of ``node``, too. Values between two fused operators stay inside the kernel and count nothing.
 
-        Forward (``way`` 0) reads the operands from outside of the fused kernels, and writes the results if other
-        operators read them. Backward (``way`` 1) reads the operands from outside and the results of products, which
-        forward has kept, and writes as many bytes of gradients. ``operands``, ``results``: the tensors that ``node``
-        reads and writes.
+        Forward (``way`` 0) reads the operands that come from outside of the fused kernels. It writes the results if
+        other operators read them. Backward (``way`` 1) reads the operands from outside and the saved results of
+        products, and writes as many bytes of gradients. ``operands``, ``results``: the tensors that ``node`` reads and
+        writes.
         """
         sources = [skip_views(o) for o in tensors_of(node)]
         kept = self.fused if way == 1 else self.fused | self.region.products  # in the kernel's own memory
@@ -476,13 +474,11 @@ class _BlockProfiler:
         return self.expert_kernels == "each" and node in self.region.products
 
     def _is_issued(self, node: fx.Node) -> bool:
-        """Return whether the host launches an operator for ``node``. It does not if a fused kernel of experts does the
-        work of ``node``, if a compiler merges ``node`` with others into one kernel (whose launches are counted
-        elsewhere), or if ``node`` is a view in compiled code.
-
-        If each expert's products are launched separately, several products with the same operand count as one, because
-        their weights lie together in memory: only the first is launched.
-        """
+        """Return whether the host launches an operator for ``node``. It launches none if a fused kernel of experts does
+        the work of ``node``, if a compiler merges ``node`` with others into one kernel (whose launches are counted
+        elsewhere), or if ``node`` is a view in compiled code. If each expert's products are launched separately,
+        several products with the same operand are launched as one, because their weights are adjacent in memory: only
+        the first counts."""
         if node in self.merged or (self.compiled and is_view(node)):
             return False
         return node not in self.fused and (not self._runs_each(node) or node in self.first)
@@ -499,8 +495,7 @@ class _BlockProfiler:
     ) -> None:
         """Append ``kernels``, which run ``node``, to the list of kernels of the block (such as a layer). ``way``: 0
         forward, 1 backward. ``operands``: the tensors that ``node`` reads. ``ring``: if ``node`` is an attention over a
-        sharded sequence, its index among these attentions of the block, else -1.
-        """
+        sharded sequence, its index among these attentions of the block; otherwise -1."""
         expert, product = node in self.region.products, any(k.flops for k in kernels)
         matrices = [o.shape for o in operands if o.state and len(o.shape) == 3] if expert else []
         self.places.setdefault((node, way), []).extend(range(len(self.rows), len(self.rows) + len(kernels)))
@@ -521,10 +516,8 @@ class _BlockProfiler:
             )
 
     def _add_exchanges(self, node: fx.Node, backward: bool) -> None:
-        """Record the collective that ``node`` is and, with ``backward``, the collective that its gradient needs. Nodes
-        that are no collectives are ignored, and so are attentions over a sharded sequence, which are recorded
-        elsewhere.
-        """
+        """If ``node`` is a collective, record it and, if ``backward``, also the collective that the gradient of
+        ``node`` needs. Attentions over a sharded sequence are ignored here and recorded elsewhere."""
         name = collective_name(node.target)
         source = node.args[0] if node.args else None
         if name is None or name in CONTEXT or not isinstance(source, fx.Node):
@@ -550,8 +543,8 @@ class _BlockProfiler:
 
     def _list_product_exchanges(self) -> Iterator[ProductExchange]:
         """Yield the collectives of the block (such as a layer) that can be split into pieces, so that one piece is
-        communicated while another is multiplied. They are found by the same rules as the collectives that the runtime
-        splits (``passes/shard/overlap_products.py``)."""
+        communicated while another is multiplied. The rules are those by which the runtime splits collectives
+        (``passes/shard/overlap_products.py``)."""
         for place, (exchange, node) in enumerate(zip(self.exchanges, self.sources, strict=True)):
             if exchange.axis != AXIS or not exchange.in_pieces:
                 continue
@@ -583,12 +576,13 @@ class _BlockProfiler:
 
 
 def merge_rows(rows: list[KernelRow], regions: Sequence[int | None], merged: FusedRegions) -> tuple[int, int]:
-    """Replace the kernels of operators that a compiler merges by shares of the merged kernels, in place. A compiler
-    merges each region (set of operators) to one kernel in forward and one in backward; the shares of a kernel together
-    have its bytes and its launches. Return the number of launches of all merged kernels, as (forward, backward).
+    """Replace the kernels of operators that a compiler merges, in place in ``rows``. A compiler merges each region (set
+    of operators) to one kernel in forward and one in backward. Each old kernel becomes a share of the merged kernel;
+    the shares add up to its bytes and launches. Return the number of launches of all merged kernels, as (forward,
+    backward).
 
     ``rows``: the kernels of a block (such as a layer). ``regions``: for each of ``rows``, the number of its operator's
-    region in ``merged``; ``None``: its operator is not merged. ``merged``: the regions.
+    region in ``merged``, or ``None`` if its operator is not merged. ``merged``: the regions.
     """
     places: dict[tuple[int, int], list[int]] = {}
     for place, region in enumerate(regions):
@@ -647,13 +641,13 @@ def _transpose_collective(node: fx.Node) -> str | None:
 
 
 def module_operators(block: Block, region: ExpertProducts) -> dict[fx.Node, float]:
-    """Return how much longer the host takes to launch each linear layer of ``block`` if Transformer Engine runs it
-    instead of torch: first matrix product of the layer -> additional time, in multiples of the time of one operator
-    launch. Products that read the same value are one linear layer. ``block``: a piece of the model, such as a decoder
-    layer. ``region``: the products of experts, which are left out.
+    """Return the additional host time of each linear layer of ``block`` if Transformer Engine runs it instead of torch:
+    first matrix product of the layer -> time in multiples of one operator launch. Products that read the same value are
+    one linear layer. ``block``: a piece of the model, such as a decoder layer. ``region``: the products of experts,
+    which are left out.
 
-    One forward takes 2.7 times the host time of torch's linear layer (100 us over 37 on GB200, 91 over 33 on GH200:
-    NVIDIA/TransformerEngine issue 2053).
+    A linear layer of Transformer Engine takes 2.7 times the host time of torch's in forward (100 us over 37 on GB200,
+    91 over 33 on GH200: NVIDIA/TransformerEngine issue 2053).
     """
     states, layers = set(block.states), dict[frozenset[fx.Node], list[fx.Node]]()
     for node in block.graph.nodes:
@@ -666,9 +660,8 @@ def module_operators(block: Block, region: ExpertProducts) -> dict[fx.Node, floa
 
 
 def learned_nodes(block: Block) -> set[fx.Node]:
-    """Return the parameters and buffers of ``block`` (such as a layer), and all nodes that are computed from these
-    alone.
-    """
+    """Return the parameters and buffers of ``block`` (such as a layer), and all nodes that are computed from parameters
+    and buffers alone."""
     states = set(block.states)
     found = {node for node in block.placeholders if node.name in states}
     for node in block.graph.nodes:
@@ -683,8 +676,8 @@ def node_operands(
     """Return two lists: the tensors that ``node`` reads and the tensors that it computes.
 
     ``states``: names of the parameters and buffers of the block (such as a layer). ``learned``: nodes computed from
-    these alone. ``copied``: whether elements that ``expand`` repeated count as repeated (``Operand.repeats``) even if a
-    later reshape copied them to memory.
+    parameters and buffers alone. ``copied``: whether elements that ``expand`` repeated count as repeated
+    (``Operand.repeats``) even after a reshape that copied them.
     """
     read = [(o.meta["val"], is_state(o, states), o in learned, repeats_of(o, copied)) for o in tensors_of(node)]
     operands = [Operand(tuple(v.shape), v.dtype, state, made, repeats) for v, state, made, repeats in read]
@@ -703,9 +696,8 @@ def operand_needs(node: fx.Node) -> list[bool]:
 
 
 def fan_out(node: fx.Node) -> list[Kernel]:
-    """Return the kernels that add up the gradients of the value of ``node`` if several nodes read it: one kernel fewer
-    than the number of nodes that read it and need a gradient.
-    """
+    """Return the kernels that add up the gradients of the value of ``node`` if several nodes read it. If ``n`` of the
+    reading nodes need a gradient, there are ``n - 1`` kernels."""
     value = node.meta["val"]
     if not isinstance(value, Tensor) or not is_differentiable(value):
         return []
@@ -728,10 +720,9 @@ def gradient_bytes_of(placeholder: fx.Node) -> int:
 
 
 def _build_accumulation_kernels(placeholder: fx.Node, states: set[str]) -> list[Kernel]:
-    """Return a list with the kernel that adds a parameter's gradient to the sum over earlier microbatches. It is empty
-    if ``placeholder``, an input of a graph, is no parameter or has no gradient. ``states``: names of the parameters and
-    buffers that the graph reads.
-    """
+    """Return a list with the kernel that adds a parameter's gradient to the sum over earlier microbatches. The list is
+    empty if ``placeholder``, an input of a graph, is not a parameter or has no gradient. ``states``: names of the
+    parameters and buffers that the graph reads."""
     if placeholder.name not in states or not needs_gradient(placeholder):
         return []
     value = placeholder.meta["val"]

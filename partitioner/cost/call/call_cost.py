@@ -67,10 +67,11 @@ class CallCost:
     - ``forward_s``, ``backward_s``: seconds without collectives. ``forward_comm_s``, ``backward_comm_s``: seconds of
       collectives. ``weights_s``: the part of ``backward_s`` that computes gradients of weights, which can run after the
       gradients of inputs are sent to the previous stage. ``flops``, ``backward_flops``: FLOPs of matrix products,
-      forward and backward; scores that the backward of a fused attention computes again do not count.
+      forward and backward, without the scores that the backward of a fused attention computes a second time.
     - ``saved_bytes``: bytes kept from forward to backward, without inputs. ``saved_inputs``: for each input, whether it
-      is kept, too. ``carried_bytes``: bytes held between the backward for gradients of inputs and that for gradients of
-      weights. ``working_bytes``: temporary bytes while the call runs. ``host_bytes``: bytes kept in host memory.
+      is also kept. ``carried_bytes``: bytes held between the backward for gradients of inputs and the backward for
+      gradients of weights. ``working_bytes``: temporary bytes while the call runs. ``host_bytes``: bytes kept in host
+      memory.
     - ``input_bytes``, ``output_bytes``: bytes of each input and output. ``output_grads``: for each output, whether it
       receives a gradient. ``state_bytes``: bytes of all parameters and buffers that the call reads. ``gathered_bytes``:
       bytes of parameters that ZeRO-3 gathers for it, and of their gradients.
@@ -78,12 +79,12 @@ class CallCost:
       for each input, whether it is kept under selective recomputation. ``selective_s``: seconds that this recomputation
       takes in backward. ``slim``: the whole cost with selective recomputation, if it cannot be derived from these
       fields; otherwise ``None``.
-    - ``pieces``: into how many pieces collectives are cut to overlap with matrix products. ``fp8``: whether products
-      with weights are in fp8 because this is faster.
+    - ``pieces``: the numbers of pieces into which collectives are cut to overlap with matrix products. ``fp8``: whether
+      products with weights are in fp8 because this is faster.
     - ``forward_only_s``: the part of the forward that full recomputation does not add to backward, because backward
       already contains it (selective recomputation, waits for gathered weights).
-    - ``hidden``: its ZeRO-3 collectives, which run while neighbouring calls compute, and the waits for collectives that
-      the seconds of this cost contain; ``None`` if it has none.
+    - ``hidden``: the call's ZeRO-3 collectives, which run while neighbouring calls compute, and the seconds of this
+      cost in which the call waits for collectives; ``None`` if it has none.
     """
 
     forward_s: float = 0.0
@@ -132,16 +133,16 @@ class CallCost:
         )
 
     def at_least(self, forward_s: float, backward_s: float) -> CallCost:
-        """Return this cost of a block call (such as a layer) with ``forward_s`` and ``backward_s`` raised to at least
-        the given seconds, which are known lower bounds. The part of the backward for gradients of inputs is raised to
-        at least half of the given ``backward_s``.
-        """
+        """Return this cost of a block call (such as a layer) with its seconds raised to known lower bounds:
+        ``forward_s`` and ``backward_s`` are at least the arguments of these names. The part of the backward that
+        computes gradients of inputs is at least half of the argument ``backward_s``."""
         back, inputs = max(self.backward_s, backward_s), max(self.backward_s - self.later_s, backward_s / 2)
         return replace(self, forward_s=max(self.forward_s, forward_s), backward_s=back, weights_s=back - inputs)
 
     def hide(self, ahead_s: float, back_s: float) -> CallCost:
-        """Return this cost of a block call (such as a layer) with the waits that it has if ZeRO-3 collectives of
-        ``ahead_s`` seconds run during its forward, and of ``back_s`` seconds during its backward."""
+        """Return this cost of a block call (such as a layer) with new waits for ZeRO-3 collectives. The waits are
+        computed for collectives that take ``ahead_s`` seconds and run during the call's forward, and for collectives
+        that take ``back_s`` seconds and run during its backward."""
         old = self.hidden
         if old is None:
             return self
@@ -221,14 +222,16 @@ def call_costs(
 
 
 def hide_neighbours(costs: Sequence[CallCost], states: Sequence[Sequence[str]], *, repeated: bool) -> list[CallCost]:
-    """Return ``costs``, those of consecutive block calls (such as layers), with the waits for ZeRO-3 collectives that
-    the calls have in this order. The weights of a call are gathered while the call before it computes, in backward
-    while the call behind it does. Its gradients are scattered while the backward of the call before it runs.
+    """Return ``costs``, the costs of consecutive block calls (such as layers), with the waits for ZeRO-3 collectives
+    that the calls have in this order. In forward, the weights of a call are gathered while the previous call computes.
+    In backward, they are gathered while the next call computes. The gradients of a call are reduce-scattered while the
+    previous call runs its backward.
 
-    ``states``: the names of the parameters and buffers that each call reads. Weights that the next call reads, too, are
-    kept for it, and their gradients are scattered after the backward of the first such call. ``repeated``: further
-    microbatches follow. The gradients of the first call with a backward are then scattered during the next forward. If
-    this is not the first call of all, that one's weights are gathered anew for the next forward.
+    ``states``: for each call, the names of the parameters and buffers that it reads. If consecutive calls read the same
+    states, the weights are gathered once, and the gradients are scattered after the backward of the first of these
+    calls. ``repeated``: whether further microbatches follow. If so, the gradients of the first call that has a backward
+    are scattered during the forward of the next microbatch. If that call is not the first of ``costs``, the weights of
+    the first call are gathered anew for this forward.
     """
     if all(cost.hidden is None for cost in costs):
         return [*costs]
@@ -255,9 +258,9 @@ def hide_neighbours(costs: Sequence[CallCost], states: Sequence[Sequence[str]], 
 
 
 def mean_waits(costs: Mapping[str, CallCost], calls: Sequence[Call]) -> dict[str, CallCost]:
-    """Return ``costs``, block name -> cost of a call of the block (such as a layer), with the waits for ZeRO-3
-    collectives that the calls of the block have on average. ``calls``: all calls of the model; those without a cost,
-    and those that every stage runs, are left out. ``hidden`` of the results is ``None``."""
+    """Return ``costs``, block name -> cost of a call of the block (such as a layer), with the mean waits for ZeRO-3
+    collectives over all calls of the block. ``calls``: all calls of the model; calls without a cost, and calls that
+    every pipeline stage runs, are left out. ``hidden`` of the returned costs is ``None``."""
     changed = dict(costs)
     waits: dict[str, list[CallCost]] = {}
     if any(cost.hidden is not None for cost in costs.values()):
@@ -279,10 +282,10 @@ class _Computed:
     """Seconds and FLOPs of the kernels of one block call (such as a layer) on one device type. Pairs are (forward,
     backward).
 
-    ``seconds``: of all kernels. ``weights``: seconds of backward kernels that compute gradients of weights.
+    ``seconds``: seconds of all kernels. ``weights``: seconds of backward kernels that compute gradients of weights.
     ``products``: seconds of matrix products. ``rings``: seconds of each attention over a sharded sequence. ``again``:
     seconds of the kernels that selective recomputation runs a second time. ``flops``: FLOPs of matrix products.
-    ``experts_s``: seconds of forward products of experts.
+    ``experts_s``: seconds of the experts' matrix products in forward.
     """
 
     seconds: tuple[float, float]
@@ -298,10 +301,10 @@ class CallWork:
     """The work of one call of ``block`` (such as a layer), from which :meth:`cost` computes seconds and bytes for any
     device type and groups of ranks. Kernel times are cached by device and by how experts are distributed over ranks.
 
-    ``train``: the call has a backward. ``again``: a function from the block and the values that come from other ranks
-    to the nodes that selective recomputation runs a second time, in backward. ``pieces``: into how many pieces
-    collectives are cut to overlap with matrix products; ``None``: as many as the training framework uses, by its
-    execution profile.
+    ``train``: whether the call has a backward. ``again``: function that chooses the nodes that selective recomputation
+    runs a second time, in backward. Its arguments are the block and the nodes whose values come from other ranks.
+    ``pieces``: the numbers of pieces into which collectives are cut to overlap with matrix products; ``None``: the
+    numbers that the training framework uses according to its execution profile.
     """
 
     def __init__(
@@ -317,10 +320,9 @@ class CallWork:
         self._computed: dict[tuple[object, ...], _Computed] = {}
 
     def asked(self, fp8: Scaling | None, profile: ExecutionProfile = OURS) -> BlockProfile:
-        """Return the kernels and collectives of the block (such as a layer); the result is cached. ``fp8``: if products
-        with weights run in fp8 or NVFP4, which numbers share a scale; else ``None``. ``profile``: how the training
-        framework runs casts and experts.
-        """
+        """Return the kernels and collectives of the block (such as a layer); the result is cached. ``fp8``: the scaling
+        granularity of products with weights in fp8 (``"tensor"``, ``"row"`` or ``"block"``); ``"nvfp4"``: they run in
+        NVFP4; ``None``: they run in neither format. ``profile``: how the training framework runs casts and experts."""
         how = profile.fused_casts, profile.expert_kernels, profile.current_scaling, profile.fused_kernels
         if (fp8, *how) not in self._asked:
             self._asked[fp8, *how] = asked_by(self.block, self.train, fp8, self.again, *how)
@@ -329,16 +331,14 @@ class CallWork:
     @cached_property
     def again(self) -> frozenset[fx.Node]:
         """Return the graph nodes of the block (such as a layer) that selective recomputation runs a second time, in
-        backward, if every rank holds all experts; empty without training.
-        """
+        backward, if every rank holds all experts. The set is empty without training."""
         return self._again(self.block, ()) if self.train else frozenset()
 
     @cached_property
     def _again_apart(self) -> frozenset[fx.Node]:
         """Return the graph nodes of the block (such as a layer) that selective recomputation runs a second time, in
-        backward, if experts are distributed over several ranks. Nodes whose values come from other ranks are not among
-        them. Empty without training.
-        """
+        backward, if experts are distributed over several ranks. Nodes whose values come from other ranks are left out.
+        The set is empty without training."""
         entries = self.asked(None).region.entries
         return self._again(self.block, entries) if entries and self.train else self.again
 
@@ -475,8 +475,8 @@ class CallWork:
         spread: Spread,
     ) -> PieceCounts:
         """Decide, for forward and for backward separately, whether splitting collectives into ``counts`` pieces saves
-        time although the host has to launch more operators. Return ``counts`` with 0 (not in pieces) in place of the
-        numbers for forward, or for backward, where it does not.
+        time although the host has to launch more operators. Return ``counts`` with 0 (not split) as the numbers for
+        forward, or for backward, if splitting saves no time there.
 
         ``asked``: the kernels and collectives of the block (such as a layer). ``computed``: seconds of the kernels.
         ``whole_s``: seconds of each collective in one piece. ``groups``: mesh axis -> group of ranks. ``device``: the
@@ -565,9 +565,9 @@ class CallWork:
     def _find_saved_bytes(self, regather: bool, selective: bool, apart: bool) -> SavedBytes:
         """Return the bytes and inputs that one call of the block (such as a layer) keeps from forward to backward.
 
-        ``regather``: activations that were gathered over ``tp`` are not kept but gathered a second time in backward.
-        ``selective``: results that selective recomputation computes in backward are not kept. ``apart``: experts are
-        distributed over several ranks.
+        ``regather``: whether activations that were all-gathered over ``tp`` are gathered a second time in backward
+        instead of kept. ``selective``: whether results that selective recomputation computes in backward are left out.
+        ``apart``: whether experts are distributed over several ranks.
         """
         again = (self._again_apart if apart else self.again) if selective else frozenset()
         if not again:
@@ -579,11 +579,12 @@ class CallWork:
 
 
 def _count_issued_operators(asked: BlockProfile, half: int, spread: Spread) -> float:
-    """Return the number of operators that the host launches in one part of a block call, such as of a layer. It is a
-    fraction if a rank holds a fraction of an expert. Operators in recorded CUDA graphs do not count.
+    """Return the number of operators that the host launches in one part of a block call, such as of a layer. The number
+    is a fraction if a rank holds a fraction of an expert. Operators in recorded CUDA graphs do not count.
 
     ``half``: the part: 0 forward, 1 backward for gradients of inputs, 2 backward for gradients of weights. ``asked``:
-    kernels and operators of the block. ``spread``: how experts are distributed over ranks.
+    kernels and operators of the block. ``spread``: how experts are distributed over ranks, and how the training
+    framework runs the plan.
     """
     of_experts, others = _issued_each(asked, half, spread), float(asked.issued[half])
     if half == 0 and spread.profile.expert_kernels == "each" and asked.held:
@@ -592,8 +593,8 @@ def _count_issued_operators(asked: BlockProfile, half: int, spread: Spread) -> f
 
 
 def _issued_each(asked: BlockProfile, half: int, spread: Spread) -> float:
-    """Return the number of operators that the host launches once per expert, added up over the experts of a rank, in
-    one part of a block call, such as of a layer.
+    """Return the number of operators that the host launches once per expert in one part of a block call (such as a
+    layer), summed over the experts of a rank.
 
     ``half``: the part: 0 forward, 1 backward for gradients of inputs, 2 backward for gradients of weights. ``asked``:
     kernels and operators of the block. ``spread``: how experts are distributed over ranks.
@@ -602,14 +603,14 @@ def _issued_each(asked: BlockProfile, half: int, spread: Spread) -> float:
 
 
 def _issued_late(asked: BlockProfile, device_s: float, spread: Spread, device: DeviceType) -> float:
-    """Return the seconds by which the experts' kernels start late in a forward, because the host cannot launch them
-    ahead: it knows the number of rows of each expert only after the device has counted them (Megatron-LM,
-    deepseek-v3-gb200-optimization, section 3.1). 0 if one kernel serves all experts, if CUDA graphs contain the
-    kernels, or if each expert's rows are padded to a fixed number.
+    """Return by how many seconds the host delays the experts' kernels in a forward: the time to launch them minus
+    ``device_s``, at least 0. The host cannot launch them ahead, because it needs the number of rows of each expert,
+    which the device computes (Megatron-LM, deepseek-v3-gb200-optimization, section 3.1). The delay is 0 if one kernel
+    serves all experts, if CUDA graphs contain the kernels, or if each expert's rows are padded to a fixed number.
 
-    ``asked``: kernels and operators of the block (such as a layer). ``device_s``: seconds that the device takes for
-    these kernels. ``spread``: how experts are distributed over ranks. ``device``: has the time in which the host
-    launches an operator.
+    ``asked``: kernels and operators of the block (such as a layer). ``device_s``: seconds that the device takes for the
+    experts' kernels. ``spread``: how experts are distributed over ranks. ``device``: the device type, which states how
+    long the host takes to launch an operator.
     """
     profile = spread.profile
     if profile.expert_kernels != "each" or profile.graphs == "all" or profile.even_experts == "padded":
@@ -646,20 +647,20 @@ def _price_kernels(asked: BlockProfile, device: DeviceType, spread: Spread) -> _
 
 
 def _leave_out_recomputed_scores(columns: KernelTable) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Return the FLOPs of each kernel of ``columns``, shape ``[kernels]``. The backward of a fused attention computes
-    scores a second time; these FLOPs do not count, as in the usual definition of model FLOPs utilisation.
-    """
+    """Return the model FLOPs of each kernel in the table ``columns``, shape ``[kernels]``. The FLOPs by which the
+    backward of a fused attention computes scores a second time are subtracted, as in the usual definition of model
+    FLOPs utilisation."""
     again = np.array([kind == "attention" for kind in columns.kinds], dtype=np.bool_)[columns.kind]
     return np.where(again & (columns.way > 0), columns.flops * (1 - RECOMPUTED_SCORES), columns.flops)
 
 
 def _spread_columns(columns: KernelTable, spread: Spread) -> KernelTable:
-    """Return ``columns``, the table of the kernels of a block (such as a layer), as one rank runs them with expert
-    parallelism. Each rank of ``ep`` has a part of the experts' weights, and its experts get rows (tokens) of all these
-    ranks. The expected imbalance of load between experts is included.
+    """Return ``columns``, the table of the kernels of a block (such as a layer), with the work of one rank under expert
+    parallelism. A rank of ``ep`` holds some of the experts, and these receive rows (tokens) from all ranks of ``ep``.
+    The expected imbalance of load between experts is included.
 
-    ``spread``: how the experts are distributed. If ``spread.divided``, the graph of the block has only one rank's
-    experts already, and weights and rows are not divided again.
+    ``spread``: how the experts are distributed. If ``spread.divided``, the graph of the block already contains only one
+    rank's experts, and weights and rows are not divided again.
     """
     ep, experts = spread.ep, columns.expert
     if ep == spread.of_experts == 1 and not experts.any():
@@ -685,10 +686,9 @@ def _spread_columns(columns: KernelTable, spread: Spread) -> KernelTable:
 
 
 def exchange_time(op: str, whole_bytes: float, group: Group, device: DeviceType, strided: bool) -> float:
-    """Return the seconds of the collective ``op`` (a name such as ``"all_gather"``) over ``group`` on ``whole_bytes``,
-    the size of the whole tensor. If ``strided``, they include the copy on ``device`` that joins or splits a dim that is
-    not outermost in memory.
-    """
+    """Return the seconds of the collective ``op`` (a name such as ``"all_gather"``) over ``group``. ``whole_bytes``:
+    the bytes of the whole tensor. ``strided``: whether the collective joins or splits a dim that is not outermost in
+    memory; if so, the seconds include the copy on ``device`` that this needs."""
     seconds = collective_time(op, whole_bytes, group)
     if strided and op not in ("all_reduce", "all_reduce_max"):
         seconds += device.launch + 2 * whole_bytes / device.memory_bandwidth

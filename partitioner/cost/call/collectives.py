@@ -2,14 +2,12 @@
 group.
 
 ``num_bytes`` is always the size of the whole tensor: the result of an all-gather, the operand of a reduce-scatter, or
-the tensors of all ranks of an all-to-all together. A ring all-reduce moves ``2 (n - 1) / n`` of it through each rank.
-An all-gather or a reduce-scatter moves half of that (Thakur et al. 2005; nccl-tests, PERFORMANCE.md).
+the tensors of all ranks of an all-to-all together. A ring all-reduce moves ``2 (n - 1) / n`` of the tensor through each
+rank. An all-gather or a reduce-scatter moves half as much (Thakur et al. 2005; nccl-tests, PERFORMANCE.md).
 
-All-gathers before products, and reduce-scatters after them, may run in pieces next to the products.
-
-``N`` pieces are communicated one after another, and multiplied one after another. For seconds ``t`` of communication
-and ``p`` of products per piece, ``n`` ranks, and ``own = N / n`` pieces that a rank has already (0 if a piece has
-shards of several ranks):
+All-gathers before matrix products, and reduce-scatters after them, may run in ``N`` pieces. One piece is communicated
+while another is multiplied. For seconds ``t`` of communication and ``p`` of products per piece, ``n`` ranks, and ``own
+= N / n`` pieces that a rank has already (0 if a piece has shards of several ranks):
 
 - An all-gather takes ``max(N t + p, N p + max(0, t - own p))``: a rank begins with its own pieces, and the last piece
   is multiplied after all are communicated.
@@ -70,8 +68,9 @@ def collective_time(op: str, num_bytes: float, group: Group) -> float:
 
 
 def moved_share(op: str, size: int) -> float:
-    """Return the fraction of the whole tensor that passes through each rank's links, the convention by which bus
-    bandwidth is measured. ``op``: name of a collective, such as ``"all_gather"``. ``size``: number of ranks."""
+    """Return the fraction of the whole tensor that passes through each rank's links, such as ``2 (n - 1) / n`` for an
+    all-reduce over ``n`` ranks. Bus bandwidth is measured by this convention. ``op``: name of a collective, such as
+    ``"all_gather"``. ``size``: number of ranks."""
     return _ROUNDS.get(op, 1 / size) * (size - 1) / size
 
 
@@ -105,11 +104,10 @@ def message_time(num_bytes: float, link: Link) -> float:
 
 
 def link_of_parts(link: Link, size: int, gathering: Group | None) -> Link:
-    """Return a link that stands for sending a tensor between two pipeline stages in parts: its message time is the time
-    of the whole transfer. Each of ``size`` ranks sends its part over ``link`` to its peer in the next stage, and the
-    peers then all-gather the parts (Narayanan et al. 2021, section 4.1). ``gathering``: the group of the peers;
-    ``None``: the all-gather takes no time.
-    """
+    """Return an imaginary link whose message time is the time of sending a tensor between two pipeline stages in parts.
+    Each of ``size`` ranks sends its part over ``link`` to its peer in the next stage, and the peers then all-gather the
+    parts (Narayanan et al. 2021, section 4.1). ``gathering``: the group of the peers; ``None``: the all-gather takes no
+    time."""
     latency, per_byte = link.latency, 1 / (size * link.bandwidth)
     if gathering is not None:
         latency += max(group.one_way_start for group in gathering.every)
@@ -128,10 +126,10 @@ def exchange_seconds(
     """Return the seconds of communication, as (forward, backward), of one attention whose sequence is sharded over the
     ranks of ``group``.
 
-    ``query``, ``key``, ``value``: the operands with their shapes on one rank. ``seen``: the range of positions before
-    and after its own that a query attends to. ``algorithm``: with ``"ring"``, the steps follow one another, and each
-    takes as long as the slowest pair of ranks; with any other name, keys and values are all-gathered. ``zigzag``: each
-    rank has two distant parts of the sequence, which balances a causal mask.
+    ``query``, ``key``, ``value``: the operands with their shapes on one rank. ``seen``: the range of positions,
+    relative to its own, that a query attends to. ``algorithm``: ``"ring"``: keys and values pass around a ring step by
+    step, and each step takes as long as its slowest pair of ranks; any other name: keys and values are all-gathered.
+    ``zigzag``: whether each rank has two distant parts of the sequence, which balances a causal mask.
     """
     if group.others:
         each = (exchange_seconds(query, key, value, seen, algorithm, zigzag, one) for one in group.every)
@@ -152,10 +150,9 @@ def exchange_seconds(
 
 
 def context_exchanges(node: fx.Node, groups: Mapping[str, Group]) -> tuple[Seconds, bool]:
-    """Return two values for the operator ``node``. The first is the seconds of its communication, as (forward,
-    backward), if it is an attention over a sharded sequence, and 0 otherwise. The second is whether this communication
-    overlaps with the node's computation. ``groups``: mesh axis -> communication group.
-    """
+    """Return two values for the operator ``node``. If it is an attention over a sharded sequence, the first is the
+    seconds of its communication, as (forward, backward); otherwise it is (0, 0). The second is whether this
+    communication overlaps with the node's computation. ``groups``: mesh axis -> communication group."""
     group = groups.get(get_node_argument(node, "axis", "")) if collective_name(node.target) in CONTEXT else None
     if group is None or group.size == 1:
         return (0.0, 0.0), False
@@ -176,13 +173,14 @@ def select_exchanges(asked: BlockProfile, place: int) -> list[ProductExchange]:
 def choose_pieces(
     asked: BlockProfile, whole_s: Mapping[int, float], groups: Mapping[str, Group], device: DeviceType, forced: bool
 ) -> PieceCounts:
-    """Return the numbers of pieces into which collectives that run beside matrix products are cut, so that a block
-    (such as a layer) takes the least time on ``device``. There is one number for each kind of collective (all-gather or
-    reduce-scatter, in forward or backward). It is 0 if collectives of the kind are faster in one piece.
+    """Return the numbers of pieces into which to cut the collectives of a block (such as a layer) that overlap with
+    matrix products, so that the block takes the least time on ``device``. There is one number for each kind of
+    collective (all-gather or reduce-scatter, in forward or backward). It is 0 if collectives of the kind are faster in
+    one piece.
 
     ``asked``: the kernels and collectives of the block. ``whole_s``: index of a collective -> its seconds in one piece.
-    ``groups``: mesh axis -> group of ranks. ``forced``: whether all collectives that can run in pieces do so, even if
-    they are faster in one piece.
+    ``groups``: mesh axis -> group of ranks. ``forced``: whether to cut all collectives that can be cut, even if they
+    are faster in one piece.
     """
     counts = []
     for place in range(len(WHOLE)):
@@ -198,20 +196,20 @@ def choose_pieces(
 
 
 def _list_possible_pieces(ranks: int) -> list[int]:
-    """Return the numbers of pieces into which a collective over ``ranks`` ranks may be cut, so that one piece is
-    communicated while another is multiplied: divisors and multiples of ``ranks``."""
+    """Return the numbers of pieces into which a collective over ``ranks`` ranks may be cut to overlap with matrix
+    products: the divisors of ``ranks`` from 2 on, and 2 and 4 times ``ranks``."""
     return [n for n in range(2, ranks + 1) if ranks % n == 0] + [ranks * 2, ranks * _MOST_PARTS]
 
 
 def price_pieces(
     asked: BlockProfile, beside: ProductExchange, pieces: int, groups: Mapping[str, Group], device: DeviceType
 ) -> tuple[float, int]:
-    """Return two numbers for the collective ``beside`` if it runs in pieces, each at the same time as the matrix
-    product of another piece. The first is the seconds that it adds to the time of the products in one piece. The second
-    is the number of operators that the host launches in addition.
+    """Return two numbers for the collective ``beside`` if it is cut into ``pieces`` pieces, each of which is
+    communicated while another piece is multiplied. The first is the seconds that the collective adds to the time of the
+    uncut matrix products. The second is the number of additional operators that the host launches.
 
-    ``asked``: the kernels and collectives of the block (such as a layer). ``pieces``: the number of pieces. ``groups``:
-    mesh axis -> group of ranks. ``device``: the device type of the rank.
+    ``asked``: the kernels and collectives of the block (such as a layer). ``groups``: mesh axis -> group of ranks.
+    ``device``: the device type of the rank.
     """
     exchange = asked.exchanges[beside.place]
     group = _find_group(exchange, groups)
@@ -235,8 +233,8 @@ def price_pieces(
 
 
 def _find_group(exchange: Exchange, groups: Mapping[str, Group]) -> Group | None:
-    """Return the group of ranks over which the collective ``exchange`` runs; ``None`` if its mesh axis has one rank.
-    ``groups``: mesh axis -> group of ranks."""
+    """Return the group of ranks over which the collective ``exchange`` runs; ``None`` if its mesh axis is not in
+    ``groups`` or has one rank. ``groups``: mesh axis -> group of ranks."""
     group = groups.get(exchange.axis)
     return None if group is None or group.size == 1 else group
 
@@ -245,10 +243,9 @@ def _find_group(exchange: Exchange, groups: Mapping[str, Group]) -> Group | None
 def _time_piece(
     asked: SameObject[BlockProfile], device: SameObject[DeviceType], beside: ProductExchange, pieces: int
 ) -> float:
-    """Return the seconds of the matrix products beside which the collective ``beside`` runs, on one of ``pieces`` equal
-    parts of their rows. The seconds do not depend on the group of ranks. ``asked``: the kernels and collectives of the
-    block (such as a layer). ``device``: the device that runs them. ``asked`` and ``device`` are compared by identity.
-    """
+    """Return the seconds of one of ``pieces`` equal parts of the matrix products that overlap with the collective
+    ``beside``. ``asked``: the kernels and collectives of the block (such as a layer). ``device``: the device that runs
+    them. Both are compared by identity, for the cache."""
     kernels = asked.value.kernels.cut_rows(beside.products, beside.rows, pieces)
     return float(kernel_times(kernels, device.value).sum())
 
@@ -261,7 +258,8 @@ def price_exchanges(
     device: DeviceType,
 ) -> tuple[list[float], list[int]]:
     """Return two lists: the seconds that each collective of a block (such as a layer) adds to its computation, and the
-    numbers of operators that the host launches in addition in forward and in backward.
+    numbers of additional operators that the host launches in forward and in backward, because collectives are cut into
+    pieces.
 
     ``asked``: the kernels and collectives of the block. ``whole_s``: seconds of each collective in one piece.
     ``pieces``: the number of pieces of each kind of collective. ``groups``: mesh axis -> group of ranks. ``device``:

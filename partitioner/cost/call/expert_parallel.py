@@ -39,14 +39,14 @@ class Spread:
     ``tp`` and ``cp``.
 
     - ``tp``: number of ranks of the axis ``tp``. ``experts``: the group over which experts are distributed (``ep``).
-      ``sharers``: the group of ranks over which one expert is sharded; their number is called ``etp``.
-      ``expert_tensor``: ``tp`` divided by ``etp``. ``num_experts``: the number of experts of the layer that has most.
+      ``sharers``: the group of ranks over which one expert is sharded; its size is called ``etp``. ``expert_tensor``:
+      ``tp`` divided by ``etp``. ``num_experts``: the largest number of experts in a layer.
     - ``shards``: the group over which ZeRO-3 shards the weights outside of experts. ``expert_shards``: the group over
       which it shards the weights of experts.
-    - ``divided``: the graph already contains only one rank's experts and the token exchanges. ``fp8``: if products
-      with weights are in fp8 or NVFP4, which numbers share a scale; else ``None``. ``whole_scatter``: a
-      reduce-scatter needs a receive buffer for the whole tensor. ``profile``: how the training framework executes the
-      plan.
+    - ``divided``: whether the graph already contains only one rank's experts and the token exchanges. ``fp8``: the
+      scaling granularity if products with weights are in fp8 (``"tensor"``, ``"row"`` or ``"block"``), ``"nvfp4"`` if
+      they are in NVFP4, otherwise ``None``. ``whole_scatter``: whether a reduce-scatter needs a receive buffer for the
+      whole tensor. ``profile``: how the training framework executes the plan.
     """
 
     experts: Group = _ALONE
@@ -67,9 +67,8 @@ class Spread:
 
     @property
     def without_experts(self) -> Spread:
-        """Return this distribution of a block call over ranks with all fields for experts reset to their defaults, as
-        it applies to a block (such as a layer) without experts.
-        """
+        """Return a copy in which all fields for experts have their defaults. It describes a block (such as a layer)
+        without experts."""
         return replace(
             self, experts=_ALONE, expert_shards=_ALONE, expert_tensor=1.0, num_experts=0, sharers=_ALONE, divided=False
         )
@@ -86,11 +85,9 @@ NO_SPREAD = Spread()
 
 
 def expected_loads(tokens: NDArray[np.float64], ranks: int) -> NDArray[np.float64]:
-    """Return how uneven routing is expected to be, for each number of tokens in ``tokens``: the expected load of the
-    fullest of ``ranks`` ranks, divided by the mean load, if each token goes to a random rank. For ``t`` tokens and
-    ``r`` ranks this is ``1 + sqrt(2 ln r (r - 1) / t)``, at most ``r`` (the maximum of a binomial, Raab and Steger
-    1998).
-    """
+    """Return, for each number of tokens in ``tokens``, the expected imbalance of random routing: the load of the
+    fullest of ``ranks`` ranks divided by the mean load, if each token goes to a random rank. For ``t`` tokens and ``r``
+    ranks this is ``1 + sqrt(2 ln r (r - 1) / t)``, at most ``r`` (the maximum of a binomial, Raab and Steger 1998)."""
     if ranks <= 1:
         return np.ones(len(tokens))
     unevenness = np.sqrt(2 * math.log(ranks) * (ranks - 1) / np.where(tokens > 0, tokens, np.inf))
@@ -129,16 +126,14 @@ class ExpertProducts:
 
     @property
     def copies(self) -> float:
-        """Return the number of experts to which each row (token) is sent, such as the ``k`` of top-k routing, as far as
-        the graph shows it; 1 if unknown.
-        """
+        """Return the number of experts to which each row (token) is sent, such as the ``k`` of top-k routing; 1 if the
+        graph does not show it."""
         return max((_count_row_copies(node) for node in self.entries), default=1.0)
 
 
 def expert_region(block: Block) -> ExpertProducts:
-    """Return the matrix products of the experts in ``block`` (such as a layer), the values that the first of them read,
-    and the values that the last of them compute. Empty if the block has no experts.
-    """
+    """Return the matrix products of the experts in ``block`` (such as a layer), with the values that are sent to the
+    experts and the values that come back from them. The result is empty if the block has no experts."""
     found = find_expert_regions(block)
     if found:
         return ExpertProducts(
@@ -179,10 +174,9 @@ def _skip_views_and_casts(node: object) -> fx.Node:
 
 
 def _count_row_copies(node: fx.Node) -> float:
-    """Return how many copies of each element a chain of views, selections and repetitions of rows has made: the number
-    of elements at its end, ``node``, divided by the number at its start. It is ``k`` if each row was repeated ``k``
-    times, and 1 if it is unknown.
-    """
+    """Return how many copies of each row were made before ``node``: the number of elements of ``node`` divided by the
+    number of elements at the start of the chain of views, selections and repetitions that leads to it. The result is
+    ``k`` if each row was repeated ``k`` times, and 1 if the number is unknown."""
     size, source = node.meta["val"].numel(), node
     while source.op == "call_function" and (is_view(source) or operator_name(source) in _REPEATS):
         source = source.all_input_nodes[0]
@@ -215,8 +209,8 @@ def sorting_seconds(region: ExpertProducts, held: int, spread: Spread, device: D
     experts in the graph. ``spread``: how experts are distributed over ranks, and how the framework exchanges rows.
 
     Rows arrive in the order of the sending ranks (``passes/experts/sorted_rows.py``; Megatron-Core's
-    ``sort_chunks_by_idxs``). 0 if a rank has only one expert, or if the exchange of the framework itself writes rows in
-    the order of the experts.
+    ``sort_chunks_by_idxs``). The result is 0 if a rank has only one expert, or if the framework's exchange already
+    writes rows in the order of the experts.
     """
     if not region.sorts or held * spread.of_experts <= 1 or spread.profile.dispatch == "once":
         return 0.0
@@ -225,17 +219,18 @@ def sorting_seconds(region: ExpertProducts, held: int, spread: Spread, device: D
 
 
 def compute_exposed_seconds(compute_s: float, comm_s: float, slowdown: float, overlap: bool = True) -> float:
-    """Return the seconds that communication of ``comm_s`` seconds adds to computation of ``compute_s`` seconds. Without
-    ``overlap`` that is ``comm_s``. With it, each takes ``slowdown`` times as long while both run."""
+    """Return the seconds that communication of ``comm_s`` seconds adds to computation of ``compute_s`` seconds. If
+    ``overlap`` is false, that is ``comm_s``. Otherwise both run at the same time, and each takes ``slowdown`` times as
+    long while both run."""
     if not overlap:
         return comm_s
     return max(0.0, comm_s - compute_s) + (slowdown - 1) * min(compute_s, comm_s)
 
 
 def in_pieces(compute_s: float, comm_s: float, pieces: int, slowdown: float) -> float:
-    """Return the seconds that collectives (gathers and scatters) add to the matrix products with which they overlap, if
-    each collective is split into ``pieces``. The first piece overlaps with nothing (Wang et al. 2023; Transformer
-    Engine's user buffers). ``compute_s``: seconds of the products. ``comm_s``: seconds of the collectives.
+    """Return the seconds that collectives (all-gathers and reduce-scatters) add to the matrix products with which they
+    overlap, if each collective is split into ``pieces``. The first piece overlaps with nothing (Wang et al. 2023;
+    Transformer Engine's user buffers). ``compute_s``: seconds of the products. ``comm_s``: seconds of the collectives.
     ``slowdown``: factor on the time of computation and of a collective while both run."""
     first = comm_s / max(1, pieces)
     return first + compute_exposed_seconds(compute_s, comm_s - first, slowdown)

@@ -1,4 +1,4 @@
-"""Cost of matrix products with weights in fp8 or NVFP4, and the selection of the products that the program runs so."""
+"""Cost of matrix products with weights in fp8 or NVFP4, and the selection of the products that run in these formats."""
 
 from __future__ import annotations
 
@@ -30,22 +30,24 @@ _SCALE_PASSES, _SCALE_LAUNCHES = 8, 4  # of NVFP4's scales of blocks: bytes move
 
 
 def find_scaling(precision: str, profile: ExecutionProfile) -> Scaling | None:
-    """Return which numbers share a scale in the products with weights under ``precision``: those of a ``"tensor"``, a
-    ``"row"`` or a ``"block"`` in fp8, as ``profile`` says; ``"nvfp4"`` in NVFP4; ``None`` if these products are in no
-    such format."""
+    """Return the scaling granularity of the products with weights under ``precision``: for fp8 ``"tensor"``, ``"row"``
+    or ``"block"`` (what shares a scale), as ``profile`` says; for NVFP4 ``"nvfp4"``; for any other precision ``None``.
+    """
     if precision == "nvfp4":
         return "nvfp4"
     return profile.fp8_scaling if precision == "fp8" else None
 
 
 def format_of(scaling: Scaling | None) -> str:
-    """Return the number format of operands whose numbers share scales as ``scaling`` says: ``"fp8"`` or ``"nvfp4"``."""
+    """Return the number format that the scaling granularity ``scaling`` belongs to: ``"nvfp4"`` for ``"nvfp4"``,
+    otherwise ``"fp8"``."""
     return "nvfp4" if scaling == "nvfp4" else "fp8"
 
 
 def scaling_of(node: fx.Node, asked: Scaling | None) -> Scaling:
-    """Return which numbers share a scale in ``node``, a product in fp8 or NVFP4: its own argument if the program is
-    converted already, otherwise ``asked``, that of the request."""
+    """Return the scaling granularity of ``node``, a product in fp8 or NVFP4: ``"tensor"``, ``"row"``, ``"block"`` (what
+    shares a scale) or ``"nvfp4"``. If the node is already an fp8 operator, its own argument counts; otherwise
+    ``asked``, the granularity that the user requested (``None``: ``"tensor"``)."""
     if node.target is ops.linear_fp8.default:
         found: Any = node.args[4] if len(node.args) > 4 else "tensor"
         return cast(Scaling, found)
@@ -55,14 +57,14 @@ def scaling_of(node: fx.Node, asked: Scaling | None) -> Scaling:
 def products_in_fp8(
     block: Block, asked: Scaling | None, region: ExpertProducts, with_experts: bool = False
 ) -> frozenset[fx.Node]:
-    """Return the matrix products of ``block`` (such as a layer) that run in fp8 or NVFP4: the nodes that are such
-    operators already and, with ``asked``, the products that will be converted. ``asked``: if the user requested it and
-    the model is not converted yet, which numbers share a scale: those of a ``"tensor"``, a ``"row"`` or a ``"block"``,
-    or ``"nvfp4"``; otherwise ``None``.
+    """Return the matrix products of ``block`` (such as a layer) that run in fp8 or NVFP4: the nodes that already are
+    fp8 operators and, if ``asked`` is given, the products that will be converted. ``asked``: the scaling granularity
+    that the user requested (``"tensor"``, ``"row"``, ``"block"`` or ``"nvfp4"``); ``None``: none is requested, or the
+    model is converted already.
 
-    ``region``: the products of experts. If a whole tensor shares a scale, the cost model counts them as fp8 products if
-    the planner can distribute them, although the runtime does not execute them in fp8. ``with_experts``: so it does in
-    NVFP4, because another framework executes the plan.
+    ``region``: the products of experts. With the granularity ``"tensor"`` they count as fp8 products if the planner can
+    distribute them, although the runtime does not execute them in fp8. ``with_experts``: whether the same holds for
+    ``"nvfp4"``, because another framework executes the plan.
     """
     found = {n for n in block.graph.nodes if n.target is ops.linear_fp8.default or is_expert_product_in_fp8(n)}
     if asked:
@@ -79,10 +81,10 @@ def is_expert_product_in_fp8(node: fx.Node) -> bool:
 
 
 def first_readers(block: Block, products: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """Return the matrix products in ``products`` for which a cast of the operand to fp8 is counted. If several products
-    of ``block`` (such as a layer) read one operand, only the first of them is. Software such as Transformer Engine
-    casts an operand once: the projections to queries, keys and values read one operand, so the last two reuse the cast
-    of the first."""
+    """Return the products in ``products`` for which a cast of the operand to fp8 is counted: for each operand, the
+    first product of ``block`` (such as a layer) that reads it. Software such as Transformer Engine casts an operand
+    once. For example, the projections to queries, keys and values read one operand, so the last two reuse the cast of
+    the first."""
     states, known, found = set(block.states), set[frozenset[fx.Node]](), set[fx.Node]()
     for node in block.graph.nodes if products else ():
         if node not in products:
@@ -98,14 +100,17 @@ def first_readers(block: Block, products: Collection[fx.Node]) -> frozenset[fx.N
 class CastRules(NamedTuple):
     """How the operands of a product with its weight are cast.
 
-    - ``fused``: in forward, the kernel in front of the product writes the operand in fp8, as it is and transposed, if
-      the product is the ``first`` to read it. In backward, one kernel reads the gradient once and writes it twice
-      (NVIDIA's Transformer Engine). Without ``fused``, each product casts the tensors that it reads by itself.
-    - ``apart``: with ``fused``, a separate kernel casts the operand nevertheless, for example after a collective.
-    - ``current``: a tensor is scaled by its own largest absolute value, which is computed before the cast
+    - ``fused``: whether neighbouring kernels cast, as in NVIDIA's Transformer Engine. In forward, the kernel in front
+      of the product writes the operand in fp8, as it is and transposed. In backward, one kernel reads the gradient once
+      and writes it twice. If not ``fused``, each product casts the tensors that it reads by itself.
+    - ``first``: whether the product is the first that reads its operand. If ``fused``, only the first product needs a
+      cast in forward.
+    - ``apart``: whether a separate kernel casts the operand although ``fused`` is set, for example after a collective.
+    - ``current``: whether a tensor is scaled by its own largest absolute value, which is computed before the cast
       (``Float8CurrentScalingQuantizer``). Computing it takes two more launches. These launches read the whole tensor
       only with ``apart``, since otherwise the preceding kernel computes the maximum.
-    - ``scaling``: which numbers share a scale. With ``"nvfp4"``, all is in NVFP4 instead of fp8.
+    - ``scaling``: the scaling granularity (``"tensor"``, ``"row"`` or ``"block"``). ``"nvfp4"``: everything is in NVFP4
+      instead of fp8.
     """
 
     fused: bool = False
@@ -122,11 +127,12 @@ def in_fp8(
     backward: bool,
     rules: CastRules = CastRules(),  # noqa: B008  # immutable
 ) -> tuple[list[Kernel], list[Kernel]]:
-    """Return two lists: the kernels of a product with its weight in fp8 or NVFP4, and the kernels that cast its
-    operands, as ``rules`` say. If the product has no weight or no 16-bit operands, return ``kernels`` and no casts.
+    """Return two lists: ``kernels``, those of a product with its weight, converted to fp8 or NVFP4; and the kernels
+    that cast its operands, as ``rules`` say. If the product has no weight or no 16-bit operands, return ``kernels``
+    unchanged and no casts.
 
-    ``operands``, ``results``: the tensors that the product reads and writes. ``backward``: the kernels are those of the
-    backward.
+    ``operands``, ``results``: the tensors that the product reads and writes. ``backward``: whether ``kernels`` are
+    those of the backward.
     """
     fused, first, apart, current, scaling = rules
     if not any(o.state for o in operands) or not any(k.flops for k in kernels):
@@ -157,10 +163,10 @@ def _build_shared_casts(
     matrices: Sequence[Operand], results: Sequence[Operand], backward: bool, first: bool
 ) -> list[Kernel]:
     """Return the kernels that cast one operand of a product to NVFP4 for all products that read it, as NVIDIA's
-    Transformer Engine does: one pass finds the largest number of the tensor, as it is and rotated, and a second writes
-    the numbers for both summed dims. In forward it is the operand that is no weight, cast for the ``first`` product
-    that reads it; in ``backward``, the gradient. ``matrices``, ``results``: the operands and results of the product.
-    """
+    Transformer Engine does. One pass finds the largest absolute value of the tensor, as it is and rotated. A second
+    pass writes the operand twice, for products that sum over either of its dims. In forward the operand is the one that
+    is not a weight, and it is cast only if the product is the ``first`` that reads it. In ``backward`` it is the
+    gradient. ``matrices``, ``results``: the operands and results of the product."""
     operands = list(results)
     if not backward:
         operands = sorted((o for o in matrices if not o.state), key=lambda o: o.nbytes)[-1:] if first else []
@@ -173,11 +179,10 @@ def _build_shared_casts(
 def _convert_kernel_to_fp8(
     kernel: Kernel, matrices: Sequence[Operand], result: Operand, backward: bool, name: str
 ) -> Kernel:
-    """Return ``kernel`` as a kernel in the format ``name``, ``"fp8"`` or ``"nvfp4"``: it reads one byte, or 4.5 bits,
-    for each element of its operands, and the dtype of its results stays. A kernel that is no product of 16-bit numbers
-    is returned unchanged. ``matrices``: the two operands of the forward product. ``result``: its result. ``backward``:
-    the kernel is one of the backward.
-    """
+    """Return ``kernel`` as a kernel in the format ``name``, ``"fp8"`` or ``"nvfp4"``. It reads one byte (fp8) or 4.5
+    bits (NVFP4) for each element of its operands; the dtype of its results stays. A kernel that is not a product in 16
+    bits is returned unchanged. ``matrices``: the two operands of the forward product. ``result``: its result.
+    ``backward``: whether ``kernel`` is one of the backward."""
     if not kernel.flops or kernel.precision not in ("bf16", "fp16"):
         return kernel
     read = [result, *(o for o in matrices if o.learned != kernel.learned)] if backward else list(matrices)
@@ -195,10 +200,9 @@ def _build_product_casts(
     product: Kernel, operands: list[Operand], result: Operand, backward: bool, name: str
 ) -> Iterator[Kernel]:
     """Yield the kernels that cast the tensors that ``product`` reads to the format ``name``, ``"fp8"`` or ``"nvfp4"``.
-    ``operands``, ``result``: the tensors that the forward product reads and writes. ``backward``: ``product`` is one of
-    the backward. In forward, both operands are cast. In backward, the gradient of the result and, transposed, the other
-    operand are cast.
-    """
+    In forward, both operands are cast. In backward, the gradient of the result and the transposed other operand are
+    cast. ``operands``, ``result``: the tensors that the forward product reads and writes. ``backward``: whether
+    ``product`` is one of the backward."""
     build = _build_cast_kernels if name == "fp8" else partial(_build_nvfp4_casts, rotated=backward and product.learned)
     if not backward:
         yield from (cast for o in operands for cast in build(o, product, False))
@@ -211,11 +215,10 @@ def _build_product_casts(
 
 
 def _build_nvfp4_casts(operand: Operand, product: Kernel, transposed: bool, rotated: bool) -> Iterator[Kernel]:
-    """Yield the kernels that cast ``operand`` to NVFP4 for ``product``, as the runtime does on GPUs: one pass finds the
-    largest number of each block and of the tensor, and a second rounds the numbers, packs them and puts the blocks'
-    scales in the kernel's order. ``transposed``: a copy of the operand is transposed first. ``rotated``: so it is, and
-    the numbers are multiplied by the Hadamard matrix in float32.
-    """
+    """Yield the kernels that cast ``operand`` to NVFP4 for ``product``, as the runtime does on GPUs. One pass finds the
+    largest absolute value of each block and of the tensor. A second pass rounds and packs the elements, and puts the
+    blocks' scales in the order that the product's kernel reads. ``transposed``: whether a transposed copy is made
+    first. ``rotated``: whether, in addition, the elements are multiplied by a Hadamard matrix in float32."""
     read, numbers = float(operand.nbytes), float(operand.numel)
     moved: list[tuple[str, float, int]] = []
     if transposed:
@@ -231,12 +234,9 @@ def _build_nvfp4_casts(operand: Operand, product: Kernel, transposed: bool, rota
 
 
 def _build_cast_kernels(operand: Operand, product: Kernel, transposed: bool) -> Iterator[Kernel]:
-    """Yield the cost of casting ``operand`` to fp8 for ``product``, as two kernels. The first stands for finding the
-    largest absolute value and computing the scale, which takes four kernel launches. The second stands for scaling
-    every element and rounding it to a byte, which takes two.
-
-    ``transposed``: the bytes are also copied to a transposed tensor, which takes one more launch.
-    """
+    """Yield two kernels that cast ``operand`` to fp8 for ``product``. The first finds the largest absolute value and
+    computes the scale, with four launches. The second scales every element and rounds it to a byte, with two launches.
+    ``transposed``: whether the bytes are also copied to a transposed tensor, with one more launch."""
     whole = float(operand.nbytes)
     bytes_out = operand.numel * (1.0 + 2.0 * transposed)
     for kind, moved, launches in (("reduction", whole, 4), ("pointwise", 3 * whole + bytes_out, 2 + transposed)):
@@ -259,8 +259,9 @@ def least_in_fp8(
 
     The time of the result is a lower bound for any shard of the product, because a shard whose sizes are not multiples
     of 16 runs in 16 bits even if fp8 was requested. ``operands``, ``results``: the tensors that the product reads and
-    writes. ``backward``: the kernels are those of the backward. ``fused``: neighbouring kernels do the casts.
-    ``first``: no earlier product reads the same operands. ``scaling``: which numbers share a scale.
+    writes. ``backward``: whether the kernels are those of the backward. ``fused``: whether neighbouring kernels do the
+    casts. ``first``: whether no earlier product reads the same operands. ``scaling``: the scaling granularity
+    (``"tensor"``, ``"row"``, ``"block"`` or ``"nvfp4"``).
     """
     made, casts = in_fp8(kernels, operands, results, backward, CastRules(fused, first, scaling=scaling))
     made = [*made, *(cast._replace(launches=0) for cast in casts)]
@@ -279,9 +280,9 @@ def notes_on_fp8(
     model: FoldedModel, scaling: Scaling = "tensor", converted: Collection[str] | None = None
 ) -> tuple[str, ...]:
     """Return a note for the user as a tuple with one sentence: how many products with weights run in fp8 or NVFP4, and
-    for some that do not, why. The tuple is empty if all do. ``model``: the graphs of one rank. ``scaling``: which
-    numbers share a scale: those of a ``"tensor"``, a ``"row"`` or a ``"block"``, or ``"nvfp4"``. ``converted``: names
-    of the blocks (such as layers) in this format; ``None``: all."""
+    why some of the others do not. The tuple is empty if all do. ``model``: the graphs of one rank. ``scaling``: the
+    scaling granularity (``"tensor"``, ``"row"``, ``"block"`` or ``"nvfp4"``). ``converted``: names of the blocks (such
+    as layers) that run in this format; ``None``: all."""
     short_type = format_of(scaling)
     left = {name: list(_left_out(block, scaling)) for name, block in model.blocks.items()}
     short = {name: len(products_in_fp8(b, scaling, expert_region(b))) for name, b in model.blocks.items()}
@@ -311,9 +312,9 @@ def notes_on_fp8(
 
 
 def _left_out(block: Block, scaling: Scaling) -> Iterator[tuple[int, str]]:
-    """Yield the matrix products with weights of ``block`` (such as a layer) that are not in fp8, as pairs (index of the
-    weight among the block's parameters and buffers, reason). ``scaling``: which numbers share a scale: all of a tensor
-    (``"tensor"``), a row (``"row"``) or 32 of a row (``"block"``)."""
+    """Yield the matrix products with weights of ``block`` (such as a layer) that run in neither fp8 nor NVFP4, as pairs
+    (index of the weight among the block's parameters and buffers, reason). ``scaling``: the scaling granularity: all of
+    a tensor (``"tensor"``), a row (``"row"``) or 32 elements of a row (``"block"``) share a scale; or ``"nvfp4"``."""
     states, short = list(block.states), products_in_fp8(block, scaling, expert_region(block))
     deciding = find_deciding_products(block) if scaling == "nvfp4" else frozenset[fx.Node]()
     for node in block.graph.nodes:
@@ -327,9 +328,9 @@ def _left_out(block: Block, scaling: Scaling) -> Iterator[tuple[int, str]]:
 
 
 def _describe_fp8_obstacle(node: fx.Node, states: frozenset[str], scaling: Scaling) -> str:
-    """Return the reason why the product ``node`` does not run in fp8, for a note to the user. ``states``: the names of
-    the parameters and buffers of its block (such as a layer). ``scaling``: which numbers share a scale: all of a tensor
-    (``"tensor"``), a row (``"row"``) or 32 of a row (``"block"``)."""
+    """Return the reason why the product ``node`` does not run in fp8 or NVFP4, for a note to the user. ``states``: the
+    names of the parameters and buffers of its block (such as a layer). ``scaling``: the scaling granularity: all of a
+    tensor (``"tensor"``), a row (``"row"``) or 32 elements of a row (``"block"``) share a scale; or ``"nvfp4"``."""
     product = match_weight_product(node, states)
     if product is None:
         return f"no kernel in {format_of(scaling)} for {operator_name(node)}"

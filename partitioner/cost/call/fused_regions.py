@@ -2,9 +2,9 @@
 
 Pointwise operators, norms, reductions of rows, softmaxes and copies are merged with the operators that compute their
 operands. Products, fused attentions, look-ups, sorts, operators of libraries and collectives run by themselves, and end
-a region (a set of merged operators). So does a reduction over rows, such as the sum of a batch, whose readers need all
-of it. Two operators are merged only if no path between them leads through an operator that ends a region. The same
-operators are merged in backward.
+a region (a set of merged operators). A reduction over rows, such as the sum of a batch, also ends a region, because the
+operators that read its result need all of it. Two operators are merged only if no path between them leads through an
+operator that ends a region. The same operators are merged in backward.
 
 A region reads each tensor from outside once. It writes the tensors that are read outside of it or in backward:
 
@@ -67,8 +67,8 @@ class FusedRegions:
         self.region = _find_regions(block.graph)
 
     def traffic(self) -> dict[int, RegionTraffic]:
-        """Return the memory traffic of each region (operators that a compiler merges to one kernel): number of the
-        region -> bytes read and written in forward and in backward."""
+        """Return number of a region -> memory traffic of the region: bytes read and written in forward and in backward.
+        A region is a set of operators that a compiler merges to one kernel."""
         members: dict[int, list[fx.Node]] = {}
         for node, number in self.region.items():
             members.setdefault(number, []).append(node)
@@ -189,9 +189,8 @@ def _find_regions(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def can_merge(node: fx.Node) -> bool:
-    """Return whether a compiler can merge the operator of ``node`` with others: it computes each element or row by
-    itself, and is an operator of torch or one that the runtime decomposes.
-    """
+    """Return whether a compiler can merge the operator of ``node`` with others: the operator computes each element or
+    row independently, and is an operator of torch or one that the runtime decomposes."""
     target, name = node.target, operator_name(node)
     if name in CROSS_ENTROPY:
         return True
@@ -205,8 +204,9 @@ def can_merge(node: fx.Node) -> bool:
 
 
 def _reader_ends_region(node: fx.Node) -> bool:
-    """Return whether operators that read the result of ``node`` must run in another kernel than ``node`` if a compiler
-    merges operators: it is neither a view nor an operator that can be merged, or it reduces over rows."""
+    """Return whether a compiler must put the operators that read the result of ``node`` into another kernel than
+    ``node``. This holds if ``node`` is neither a view nor an operator that can be merged, or if it reduces over rows.
+    """
     if node.op != "call_function" or (collective_name(node.target) is None and _is_free(node)):
         return False
     return not can_merge(node) or _reduces_rows(node)
@@ -217,9 +217,8 @@ def _is_free(node: fx.Node) -> bool:
 
 
 def _reduces_rows(node: fx.Node) -> bool:
-    """Return whether ``node`` is a reduction or softmax that combines rows: it works over other dims than the innermost
-    ones, or over all dims of a tensor that has several.
-    """
+    """Return whether ``node`` is a reduction or softmax that combines rows: it reduces a dim other than the innermost
+    ones, or all dims of a tensor that has several."""
     if kind_of(node, operator_name(node)) not in ("reduction", "softmax"):
         return False
     if operator_name(node) in CROSS_ENTROPY:
@@ -242,8 +241,7 @@ def _find_source(node: fx.Node) -> fx.Node:
 
 def _list_readers(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
     """Yield the operators that read the result of ``node``, directly or through views, as pairs (operator, bytes that
-    it reads).
-    """
+    this operator reads)."""
     for user in node.users:
         if user.op == "call_function" and collective_name(user.target) is None and _is_free(user):
             yield from _list_readers(user)
@@ -263,9 +261,8 @@ def _count_bytes(value: object) -> int:
 
 
 def _passes_gradient(node: fx.Node, operand: fx.Node) -> bool:
-    """Return whether the gradient of ``operand`` equals the gradient of the result of ``node``, so that nothing is
-    computed, as in an addition.
-    """
+    """Return whether the gradient of ``operand`` equals the gradient of the result of ``node``, as in an addition, so
+    that nothing has to be computed."""
     one, other = operand.meta["val"], results_of(node)[0]
     return operator_name(node) == "add" and one.shape == other.shape and one.dtype == other.dtype
 

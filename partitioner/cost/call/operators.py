@@ -2,7 +2,7 @@
 
 All figures follow from the shapes of operands and results. The same tables therefore serve whole tensors, the shards of
 one rank under a strategy, and a finished local graph. Families of operators are rows of tables. An operator that is in
-no family reads its operands and writes its results once, and moves as many bytes again for each gradient.
+no family is assumed to read its operands and write its results once, and to move as many bytes again for each gradient.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Shape = tuple[int, ...]
 class Operand(NamedTuple):
     """A tensor that an operator reads or writes.
 
-    ``shape``, ``dtype``: those of the tensor. ``state``: it is a weight, whose size does not depend on the batch.
-    ``learned``: it is computed from weights alone, so its gradient is not sent to another pipeline stage. ``repeats``:
-    how many times a view such as ``expand`` repeats each element that is in memory.
+    ``shape``, ``dtype``: shape and dtype of the tensor. ``state``: whether it is a weight, whose size does not depend
+    on the batch. ``learned``: whether it is computed from weights alone, so that its gradient is not sent to another
+    pipeline stage. ``repeats``: how many times a view such as ``expand`` repeats each element that is in memory.
     """
 
     shape: Shape
@@ -61,22 +61,22 @@ class Operand(NamedTuple):
 
     @property
     def gradient(self) -> Operand:
-        """Return the gradient of this operand of an operator, as an operand with the same shape and dtype and without
-        repeated elements.
-        """
+        """Return the gradient of this operand: an operand with the same shape and dtype, and without repeated
+        elements."""
         return self if self.repeats == 1.0 else self._replace(repeats=1.0)
 
 
 class Kernel(NamedTuple):
     """One GPU kernel with its memory traffic and FLOPs.
 
-    ``num_bytes``: bytes read and written, of which ``state_bytes`` belong to weights. ``flops``: FLOPs of a matrix
-    product or attention. ``precision``: number format in which these are computed, such as ``"bf16"``. ``launches``:
-    number of launches. ``kind``: the key in the device's table of memory efficiencies. ``smallest``: the smallest of M,
-    N and K of a product, or the number of keys of an attention. ``width``: the smallest head width of an attention.
-    ``aligned``: every row of a product's 16-bit matrices is a multiple of 16 bytes, which matrix units need for full
-    speed. ``learned``: the kernel computes a gradient of weights, which no other pipeline stage waits for. ``by_size``:
-    the number of launches grows with the tensors, at most in proportion to their sizes.
+    ``num_bytes``: bytes read and written. ``state_bytes``: the part of ``num_bytes`` that belongs to weights.
+    ``flops``: FLOPs of a matrix product or attention. ``precision``: number format in which these FLOPs are computed,
+    such as ``"bf16"``. ``launches``: number of launches. ``kind``: the key in the device's table of memory
+    efficiencies. ``smallest``: the smallest of M, N and K of a product, or the number of keys of an attention.
+    ``width``: the smallest head width of an attention. ``aligned``: whether every row of a product's 16-bit matrices is
+    a multiple of 16 bytes, which matrix units need for full speed. ``learned``: whether the kernel computes a gradient
+    of weights, which no other pipeline stage waits for. ``by_size``: whether the number of launches grows with the
+    sizes of the tensors, at most in proportion.
     """
 
     kind: str
@@ -179,10 +179,9 @@ def _compute_linear_work(a: Shape, b: Shape, out: Shape) -> _Product:
 
 
 def _compute_grouped_work(a: Shape, b: Shape, out: Shape) -> _Product:
-    """Return two numbers for a product of rows grouped by expert, ``[t, k]`` (shape ``a``) with ``[e, k, n]`` (shape
-    ``b``) and a result of shape ``out``: its FLOPs, and the smallest of M, N and K of one expert's product. Each expert
-    gets an even share of the rows.
-    """
+    """Return two numbers for a grouped product, which multiplies rows ``[t, k]`` (shape ``a``) by one matrix of ``[e,
+    k, n]`` (shape ``b``) per expert: its FLOPs, and the smallest of M, N and K of one expert's product. Each expert
+    gets an even share of the rows. ``out``: shape of the result."""
     return 2.0 * math.prod(out) * a[-1], min(a[0] / b[0], b[1], b[2])
 
 
@@ -203,8 +202,7 @@ _PRODUCTS: dict[str, tuple[int, int, Callable[[Shape, Shape, Shape], _Product]]]
 
 def operator_name(node: fx.Node) -> str:
     """Return the name of the operator of ``node`` without namespace and overload, such as ``mm`` for
-    ``aten.mm.default``. Empty if the node calls no torch operator.
-    """
+    ``aten.mm.default``; an empty string if the node calls no torch operator."""
     target = node.target
     return str(target._overloadpacket.__name__) if isinstance(target, torch._ops.OpOverload) else ""
 
@@ -221,9 +219,8 @@ def is_view(node: fx.Node) -> bool:
 
 def repeats_of(node: fx.Node, copied: bool = False) -> float:
     """Return how many times each element of the original tensor occurs in the view ``node``, for example after
-    ``expand``; 1 if no element is repeated. ``copied``: a reshape that has to copy counts as a view, too, so that
-    repetitions before it are included.
-    """
+    ``expand``; 1 if no element is repeated. ``copied``: whether a reshape that has to copy also counts as a view, so
+    that repetitions before it are included."""
     found = 1.0
     while node.op == "call_function" and operator_name(node) in VIEWS and (copied or is_view(node)):
         source = node.all_input_nodes[0]
@@ -247,9 +244,8 @@ def is_attention(node: fx.Node) -> bool:
 
 
 def _only_sends(node: fx.Node) -> bool:
-    """Return whether ``node`` is a collective that only communicates. The only collectives that also compute are the
-    attention operators over a sharded sequence.
-    """
+    """Return whether ``node`` is a collective that only communicates. This is false for the attention operators over a
+    sharded sequence, which are collectives that also compute."""
     name = collective_name(node.target)
     return name is not None and name not in CONTEXT
 
@@ -323,11 +319,11 @@ def forward_kernels(node: fx.Node, operands: Sequence[Operand], results: Sequenc
 
 
 def _list_recurrent_kernels(operands: Sequence[Operand], results: Sequence[Operand], passes: int) -> list[Kernel]:
-    """Return the kernels of one direction of a recurrent layer: the product of all inputs with their weights, and the
-    products of each step's hidden state with its weights. ``operands``: the tensors that the layer reads: the input
-    ``[steps, batch, features]``, initial hidden states, weights and biases. ``results``: the tensors that it computes,
-    its output first. ``passes``: how often each of these products is counted: 1 in forward, more in backward, which has
-    several products of the same size for each product of forward."""
+    """Return the kernels of one direction of a recurrent layer: the product of all inputs with the input weights, and
+    the product of each step's hidden state with the state weights. ``operands``: the tensors that the layer reads: the
+    input ``[steps, batch, features]``, initial hidden states, weights and biases. ``results``: the tensors that it
+    computes, its output first. ``passes``: how often each of these products is counted: 1 in forward, more in backward,
+    which has several products of the same size for each product of forward."""
     x, output = operands[0], results[0]
     of_input, of_state, *_ = (o for o in operands[1:] if len(o.shape) == 2)  # of_input: [gates, features]
     precision, steps = _find_precision(operands), x.shape[0]
@@ -349,8 +345,8 @@ def _list_recurrent_kernels(operands: Sequence[Operand], results: Sequence[Opera
 
 def _entropy_kernel(kind: str, logits: Operand, as_given: int, as_made: int, launches: int) -> Kernel:
     """Return the kernel of a cross-entropy over ``logits``. Its memory traffic is ``as_given`` passes over the logits,
-    plus ``as_made`` passes over intermediate results of the same shape in the dtype in which sums are accumulated.
-    ``kind``: the key in the device's table of memory efficiencies. ``launches``: number of launches.
+    plus ``as_made`` passes over intermediate results, which have the shape of the logits and the dtype in which sums
+    are accumulated. ``kind``: the key in the device's table of memory efficiencies. ``launches``: number of launches.
     """
     made = logits._replace(dtype=accumulated_in(logits.dtype))
     return _build_kernel(kind, [logits] * as_given + [made] * as_made, launches=launches)
@@ -360,10 +356,9 @@ def form_kernels(
     node: fx.Node, operands: Sequence[Operand], results: Sequence[Operand], num_ranks: int, zigzag: bool, backward: bool
 ) -> list[Kernel]:
     """Return the kernels of an attention ``node`` whose queries and keys are both sharded along the sequence over
-    ``num_ranks`` ranks. ``operands``, ``results``: the tensors on one rank. ``zigzag``: each rank has two distant parts
-    of the sequence, which balances a causal mask. ``backward``: return the kernels of the backward instead of the
-    forward.
-    """
+    ``num_ranks`` ranks. ``operands``, ``results``: the tensors on one rank. ``zigzag``: whether each rank has two
+    distant parts of the sequence, which balances a causal mask. ``backward``: whether to return the kernels of the
+    backward instead of the forward."""
     width = results[0].shape[-1]
     flops, smallest = attention_product(node, operands[0].shape, operands[1].shape, width, (num_ranks, zigzag))
     flops *= _ATTENTION_BACKWARD if backward else 1.0
@@ -381,11 +376,11 @@ def _list_score_kernels(
     backward: bool,
     trained: bool = False,
 ) -> list[Kernel]:
-    """Return the kernels that change the scores of the attention ``node`` between its two products, for an attention
-    that no fused kernel computes (such as one with a position bias); empty for other attentions. ``operands``: queries,
-    keys and values on one rank, and more. ``results``: the tensors that it writes. ``products``: the kernel of its two
-    products, whose FLOPs give the number of scores. ``backward``: return the kernels of the backward. ``trained``:
-    whether the position slopes (ALiBi) of the heads need a gradient."""
+    """Return the kernels that change the scores of the attention ``node`` between its two products (such as adding a
+    position bias). The list is empty for an attention that a fused kernel computes. ``operands``: the tensors that it
+    reads on one rank, first queries, keys and values. ``results``: the tensors that it writes. ``products``: the kernel
+    of its two products, whose FLOPs give the number of scores. ``backward``: whether to return the kernels of the
+    backward instead of the forward. ``trained``: whether the position slopes (ALiBi) of the heads need a gradient."""
     if operator_name(node) not in _SCORED:
         return []
     each = 2.0 * (operands[0].shape[-1] + results[0].shape[-1]) * (_ATTENTION_BACKWARD if backward else 1.0)
@@ -444,11 +439,10 @@ def backward_kernels(
 def _pointwise_backward(
     kind: str, name: str, wanted: Operand, operands: Sequence[Operand], result: Operand
 ) -> list[Kernel]:
-    """Return the kernels that compute the gradient of the operand ``wanted`` of a pointwise operator. The first
-    multiplies the gradient of the result by the other operands; an addition does not need it. The second is a sum; it
-    is needed if ``wanted`` was broadcast. ``kind``: the key in the device's table of memory efficiencies. ``name``: the
-    operator's name. ``operands``, ``result``: the tensors that its forward reads and writes.
-    """
+    """Return the kernels that compute the gradient of ``wanted``, an operand of a pointwise operator. One kernel
+    multiplies the gradient of the result by the other operands; an addition does not need it. A second kernel sums over
+    broadcast dims if ``wanted`` was broadcast. ``kind``: the key in the device's table of memory efficiencies.
+    ``name``: the operator's name. ``operands``, ``result``: the tensors that its forward reads and writes."""
     broadcast = [_gradient_kernel("reduction", wanted, [result])] if wanted.numel < result.numel else []
     if name in _ADDITIONS or (name in _ADDED_TO and wanted is operands[0]):
         return broadcast  # the gradient passes unchanged
@@ -520,8 +514,9 @@ def _compute_attention_work(node: fx.Node, operands: Sequence[Operand], out: Sha
 def attention_product(node: fx.Node, query: Shape, key: Shape, width: int, ranks: tuple[int, bool]) -> _Product:
     """Return the FLOPs of the attention ``node`` and its number of keys, on the rank with the most work. Pairs of query
     and key that a mask excludes are not counted. If the lengths of packed documents are known, only pairs inside one
-    document are counted, and the number of keys is at most the mean length of a document. If positions of a prefix also
-    attend to later ones (prefix language models), these pairs are added, an equal share for each rank.
+    document are counted, and the number of keys is at most the mean length of a document. In a prefix language model,
+    positions of the prefix also attend to later positions of the prefix; each rank counts an equal share of these
+    pairs.
 
     ``query``, ``key``: shapes on each rank. ``width``: head width of the values. ``ranks``: the number of ranks that
     share the sequence, and whether each has two distant parts of it.
@@ -538,10 +533,9 @@ def attention_product(node: fx.Node, query: Shape, key: Shape, width: int, ranks
 
 
 def _find_priced_band(node: fx.Node) -> Band:
-    """Return the range of positions before and after its own that each query of the attention ``node`` attends to.
-    ``node`` is this project's attention operator, or one of PyTorch's fused attention kernels, which has no sliding
-    window.
-    """
+    """Return the range of positions, relative to its own, that each query of the attention ``node`` attends to.
+    ``node`` is either an attention operator of this project or one of PyTorch's fused attention kernels. The latter
+    have no sliding window."""
     if "partition" in str(node.target):
         return find_attention_band(node) or Band()
     causal = bool(node.kwargs.get("is_causal") or (len(node.args) > 5 and node.args[5] is True))
@@ -592,8 +586,7 @@ def _build_kernel(
 ) -> Kernel:
     """Return a kernel that reads or writes each tensor of ``traffic`` once. ``kind``: its key in the device's table of
     memory efficiencies. ``flops``: its FLOPs. ``smallest``: the smallest of M, N and K of a product. ``precision``:
-    number format in which they are computed. ``launches``: number of launches.
-    """
+    number format in which the FLOPs are computed. ``launches``: number of launches."""
     if kind == "pointwise" and len({o.shape for o in traffic if o.numel > 1}) > 1:
         kind = "broadcast"  # elements are addressed by index
     rows = [o.shape[-1] * o.dtype.itemsize for o in traffic if flops and len(o.shape) > 1 and o.dtype.itemsize == 2]

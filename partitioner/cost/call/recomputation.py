@@ -4,9 +4,9 @@ again.
 - ``scores`` recomputes attention scores only (Korthikanti et al. 2022).
 - ``selective`` also recomputes all other results whose bytes are worth the time. Results of products, fused attention,
   communication, sorting, look-ups and random draws are kept if backward, or a recomputed operator, reads them. Norms,
-  activations and similar operators are recomputed from them in a pass over memory. The values to keep are a minimum cut
-  between the values that must be kept and the values that backward reads. In this cut a value costs its bytes, and a
-  recomputed operator costs its memory traffic.
+  activations and similar operators are recomputed from these results in a pass over memory. The values to keep are a
+  minimum cut between the values that must be kept and the values that backward reads. In this cut a value costs its
+  bytes, and a recomputed operator costs its memory traffic.
 - ``alternate`` also recomputes every second product. This halves the bytes kept for products and adds half of the time
   of a forward (as in torchtitan).
 """
@@ -43,16 +43,16 @@ _COPIES = frozenset(
 def recompute_mode(pinned: str | None) -> Remade:
     """Return which operators selective recomputation runs again in the backward: ``"scores"`` (attention scores only),
     ``"selective"`` (also other large results that take little time) or ``"alternate"`` (also every second matrix
-    product). ``pinned``: the constraint ``recompute``; if it does not name one of these, ``"selective"`` is returned.
-    """
+    product). ``pinned``: the value of the constraint ``recompute``; if it is none of these three, ``"selective"`` is
+    returned."""
     return "scores" if pinned == "scores" else "alternate" if pinned == "alternate" else "selective"
 
 
 def allowed_recompute_mode(pinned: str | None) -> Remade | None:
     """Return which operators selective recomputation may run again in the backward: ``"scores"`` (attention scores
     only), ``"selective"`` (also other large results that take little time) or ``"alternate"`` (also every second matrix
-    product). ``pinned``: the constraint ``recompute``. ``None`` if it excludes selective recomputation.
-    """
+    product). Return ``None`` if the constraint ``recompute``, whose value is ``pinned``, excludes selective
+    recomputation."""
     return None if pinned in ("none", "full") else recompute_mode(pinned)
 
 
@@ -81,10 +81,10 @@ class _RecomputeCut:
     values are kept.
 
     Each operator and each input has two vertices. The first is on the side of backward if the operator is run a second
-    time. The second is on the side of backward if its result is needed there. A result that is needed and not
-    recomputed is kept, at the cost of its bytes. ``scores``: the operators of attention scores, whose recomputation
-    costs nothing. ``sent``: values that come from other ranks, which are never recomputed. ``products``: the matrix
-    products that may be recomputed.
+    time. The second is on the side of backward if the operator's result is needed there. A result that is needed and
+    not recomputed is kept, at the cost of its bytes. ``scores``: the operators of attention scores, whose recomputation
+    costs nothing. ``sent``: nodes whose values come from other ranks; these are never recomputed. ``products``: the
+    matrix products that may be recomputed.
     """
 
     def __init__(
@@ -162,10 +162,9 @@ class _RecomputeCut:
         return sum(size_of((node, result)) for result in self.read.get(node, ()))
 
     def _price_recomputation(self, node: fx.Node) -> int:
-        """Return the cost of running the operator of ``node`` a second time, expressed in bytes: keeping so many bytes
-        for backward would cost as much. It is at least 1, so that no operator is run needlessly; attention scores cost
-        0.
-        """
+        """Return the cost of running the operator of ``node`` a second time, expressed as the number of saved bytes
+        that would cost as much. The cost is at least 1, so that no operator is run needlessly, except that attention
+        scores cost 0."""
         kernels = forward_kernels(node, *node_operands(node, self.states, ()))
         traffic = sum(k.num_bytes + k.flops * _BYTES_PER_FLOP for k in kernels)
         if node in self.products:

@@ -64,9 +64,9 @@ def kernel_times(columns: KernelTable, device: DeviceType) -> Column:
 
 
 def _interpolate_column(values: Column, curve: Sequence[tuple[float, float]]) -> Column:
-    """Return the fraction at each of the sizes ``values``, interpolated in ``curve``, pairs (size, fraction), linearly
-    in the logarithm of the size. Beyond the ends of the curve the value at the end is returned.
-    """
+    """Return the fraction at each size in ``values``, interpolated in ``curve``, which is a sequence of pairs (size,
+    fraction), linearly in the logarithm of the size. Beyond the ends of the curve, its first or last fraction is
+    returned."""
     points, shares = zip(*curve, strict=True)
     found: Column = np.interp(np.log(np.maximum(values, _LEAST)), np.log(points), shares)
     return found
@@ -84,9 +84,8 @@ _ALIKE = {
 
 
 def memory_rate(kind: str, device: DeviceType, num_bytes: float | None = None) -> float:
-    """Return the memory traffic in bytes/s that kernels of ``kind`` (such as ``"pointwise"``) reach on ``device`` if
-    each moves ``num_bytes``; ``None``: at the best size.
-    """
+    """Return the memory traffic in bytes/s that kernels of ``kind`` (such as ``"pointwise"``) reach on ``device``.
+    ``num_bytes``: bytes that each kernel moves; ``None``: the size at which the rate is highest."""
     return device.memory_bandwidth * min(memory_efficiency(kind, device), _largest_factor(num_bytes, device))
 
 
@@ -103,9 +102,9 @@ def memory_efficiency(kind: str, device: DeviceType) -> float:
 
 
 def _largest_factor(num_bytes: float | None, device: DeviceType) -> float:
-    """Return the largest fraction of the memory bandwidth of ``device`` that a kernel reaches if it moves
-    ``num_bytes``; ``None``: at the best size. ``math.inf`` if the device has no such measurements.
-    """
+    """Return the largest fraction of the memory bandwidth of ``device`` that a kernel reaches. ``num_bytes``: bytes
+    that the kernel moves; ``None``: the size at which the fraction is largest. Return ``math.inf`` if the device has no
+    such measurements."""
     curve = device.memory_sizes
     if not curve:
         return math.inf
@@ -115,9 +114,9 @@ def _largest_factor(num_bytes: float | None, device: DeviceType) -> float:
 
 
 def interpolate_curve(x: float, curve: Sequence[tuple[float, float]]) -> float:
-    """Return the fraction at the size ``x``, interpolated in ``curve``, pairs (size, fraction), linearly in the
-    logarithm of the size. Above the last point the last value is returned. ``x`` must not be below the first point.
-    """
+    """Return the fraction at the size ``x``, interpolated in ``curve``, which is a sequence of pairs (size, fraction),
+    linearly in the logarithm of the size. Above the last size the last fraction is returned. ``x`` must not be below
+    the first size."""
     place = bisect_right(curve, (x, math.inf))
     if place == len(curve):
         return curve[-1][1]
@@ -134,27 +133,26 @@ def product_rate(kernel: Kernel, device: DeviceType) -> float:
 
 
 def attention_factor(kernel: Kernel, device: DeviceType) -> float:
-    """Return the fraction of the best measured efficiency of a fused attention on ``device`` that ``kernel`` reaches
-    with its number of keys and its head width; both must be large for 1.0."""
+    """Return the efficiency of the fused attention ``kernel`` on ``device``, as a fraction of the best measured
+    efficiency. It depends on the number of keys and the head width; both must be large for 1.0."""
     return _evaluate_curve(device.attention_lengths, kernel.smallest) * _evaluate_curve(
         device.attention_widths, kernel.width
     )
 
 
 def _evaluate_curve(curve: Sequence[tuple[float, float]], value: float) -> float:
-    """Return the fraction at the size ``value``, interpolated in ``curve``, pairs (size, fraction), linearly in the
-    logarithm of the size; constant beyond its ends. Return 1 if the curve is empty.
-    """
+    """Return the fraction at the size ``value``, interpolated in ``curve``, which is a sequence of pairs (size,
+    fraction), linearly in the logarithm of the size. Beyond the ends of the curve, its first or last fraction is
+    returned. Return 1 if the curve is empty."""
     if not curve:
         return 1.0
     return curve[0][1] if value <= curve[0][0] else interpolate_curve(min(value, curve[-1][0]), curve)
 
 
 def matmul_efficiency(smallest: float, device: DeviceType) -> float:
-    """Return the fraction of the peak FLOP/s of ``device`` that a matrix product reaches. It depends on ``smallest``,
-    the smallest of the product's sizes M, N and K. It is interpolated between measured sizes, proportional to the size
-    below the first, and constant above the last.
-    """
+    """Return the fraction of the peak FLOP/s of ``device`` that a matrix product reaches. The fraction depends on
+    ``smallest``, the smallest of the product's sizes M, N and K. It is interpolated between measured sizes,
+    proportional to ``smallest`` below the first measured size, and constant above the last."""
     curve = device.matmul_efficiency
     if smallest < curve[0][0]:
         return curve[0][1] * max(smallest, _LEAST) / curve[0][0]

@@ -6,9 +6,10 @@ block are listed separately, since several calls may keep the same input.
 
 ``carried_bytes`` is the memory that a microbatch holds between the two halves of its backward, that is, after the
 gradients of inputs are computed and before those of weights. The half for weights reads the other operand of each
-product with a weight, and the gradient of its result. Backward operators that do not depend on an input of the block
-belong to the half for weights. An operator that computes both gradients at once (norms, convolutions) belongs to the
-half for inputs. So do gradients that are sums over much larger tensors, for example of a norm's weight.
+product with a weight, and the gradient of the product's result. Backward operators that do not depend on an input of
+the block belong to the half for weights. An operator that computes both gradients at once (norms, convolutions) belongs
+to the half for inputs, and so does a gradient that is a sum over a much larger tensor, for example the gradient of a
+norm's weight.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class SavedBytes:
 
     ``inside``: tensors that the block computes and keeps for backward. ``inputs``: for each input, whether it is kept.
     ``working``: largest temporary memory, in forward or backward, in addition to what is kept; the block's outputs
-    count as temporary. ``passing``: like ``working``, without the block's outputs.
+    count as temporary. ``passing``: largest temporary memory without the block's outputs.
     """
 
     inside: int
@@ -105,9 +106,10 @@ def find_score_nodes(block: Block) -> frozenset[fx.Node]:
     """Return the operators of ``block`` (a piece of the model, such as a layer) whose results are attention scores,
     which selective recomputation (Korthikanti et al. 2022) runs a second time in backward. A fused attention has none.
 
-    Scores are products of two activations that have more elements than both together, and results of this size that are
-    computed from them. Operators that depend on no input and no parameter and are combined with scores, such as those
-    of a dropout mask, are included. Collectives are not, because their results are kept.
+    A product of two activations is scores if it has more elements than both activations together. Results of at least
+    this size that are computed from scores count as scores, too. Operators that depend on no input and no parameter and
+    are combined with scores, such as those of a dropout mask, are included. Collectives are not, because their results
+    are kept.
     """
     states = set(block.states)
     found: dict[fx.Node, int] = {}
@@ -126,9 +128,8 @@ def find_score_nodes(block: Block) -> frozenset[fx.Node]:
 
 
 def _find_input_free_nodes(block: Block, scores: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """Return those operators of ``block`` (a piece of the model, such as a layer) from which ``scores``, nodes of
-    attention scores, are computed and that depend on no input of the block and on no parameter.
-    """
+    """Return the operators of ``block`` (a piece of the model, such as a layer) that depend on no input of the block
+    and on no parameter, and from which ``scores`` are computed. ``scores``: the nodes of attention scores."""
     free: set[fx.Node] = set()
     placeholders = {
         n for n in block.placeholders if n.name not in block.inputs and not is_differentiable(n.meta["val"])
@@ -164,11 +165,11 @@ def find_gathered_activations(block: Block) -> frozenset[fx.Node]:
 def kept_by(
     block: Block, train: bool = True, without: frozenset[fx.Node] = frozenset(), *, copies: bool = True
 ) -> SavedBytes:
-    """Return the bytes that one call of ``block`` (a piece of the model, such as a layer) keeps for backward, and those
-    that it needs while it runs. ``train``: whether there is a backward; otherwise nothing is kept. ``without``: nodes
-    whose results are not kept but computed a second time in backward. ``copies``: count the copies that products make
-    of their operands. Lower bounds leave these out, because they depend on how the operands are sharded.
-    """
+    """Return the bytes that one call of ``block`` (a piece of the model, such as a layer) keeps for backward, and the
+    bytes that it needs while it runs. ``train``: whether there is a backward; without one, nothing is kept.
+    ``without``: nodes whose results are not kept but computed a second time in backward. ``copies``: whether to count
+    the copies that products make of their operands. Lower bounds leave copies out, because they depend on how the
+    operands are sharded."""
     states = set(block.states)
     saved: dict[Value, int] = {}
     kept_copies: set[Value] = set()
@@ -194,9 +195,9 @@ def kept_by(
 
 
 def _read_again(nodes: Sequence[fx.Node], without: frozenset[fx.Node]) -> Iterator[Value]:
-    """Yield the values that must be kept so that backward can compute the nodes ``nodes`` a second time, as pairs (node
-    that computed it, index of the result). ``without``: all nodes that backward computes a second time, whose results
-    are not kept. If such a node computes an operand, the operands of that node are needed instead."""
+    """Yield the values that must be kept so that backward can compute ``nodes`` a second time, as pairs (node that
+    computed the value, index of the result). ``without``: all nodes that backward computes a second time. Their results
+    are not kept: if an operand is such a result, the operands of its node are yielded instead."""
     seen, stack = set(nodes), [*nodes]
     while stack:
         for value in map(value_of, stack.pop().all_input_nodes):
@@ -226,9 +227,8 @@ def value_of(node: fx.Node) -> Value:
 
 
 def find_needed_values(node: fx.Node, copied: Collection[Value] = ()) -> Iterator[Value]:
-    """Yield the values that the gradient of the operator ``node`` reads, as pairs (node that computed it, index of the
-    result). ``copied``: operands of which the gradient reads a copy instead.
-    """
+    """Yield the values that the gradient of the operator ``node`` reads, as pairs (node that computed the value, index
+    of the result). ``copied``: operands that are left out because the gradient reads a copy of them."""
     sends = collective_name(node.target) not in (None, *CONTEXT)
     if operator_name(node) in VIEWS or node.target is operator.getitem or sends:
         return
@@ -254,11 +254,11 @@ def find_needed_values(node: fx.Node, copied: Collection[Value] = ()) -> Iterato
 
 
 def _list_copies(node: fx.Node) -> list[tuple[Value, int]]:
-    """Return the operands of the product ``node`` that it copies before it multiplies them, as pairs (value, bytes of
-    the copy). The gradient of the other operand reads the copy instead of the operand.
+    """Return the operands of the product ``node`` that torch copies before it multiplies them, as pairs (value, bytes
+    of the copy). The gradient of the other operand reads the copy.
 
-    Torch computes ``einsum`` and ``matmul`` as products of batches of matrices, and copies an operand whose dims are
-    not in the order that this needs. Weights and operands that no gradient needs are left out.
+    Torch computes ``einsum`` and ``matmul`` as products of batches of matrices, and copies an operand whose dims are in
+    another order. Weights and operands that no gradient reads are left out.
     """
     if operator_name(node) not in _BATCHED:
         return []
@@ -276,10 +276,10 @@ def _list_copies(node: fx.Node) -> list[tuple[Value, int]]:
 
 @functools.lru_cache(maxsize=4096)
 def _measure_copies(equation: str | None, layouts: tuple[tuple[Any, ...], ...]) -> tuple[int, ...]:
-    """Return, for each operand of a product, the bytes of the copy that torch makes of it; 0 if it makes none.
+    """Return, for each operand of a product, the bytes of the copy that torch makes of it, or 0 if torch makes none.
 
-    ``equation``: the equation of ``torch.einsum``; ``None`` for ``torch.matmul``. ``layouts``: (shape, strides, dtype)
-    of each operand. If a product has not exactly two operands, it is assumed to make no copies.
+    ``equation``: the equation of ``torch.einsum``, or ``None`` for ``torch.matmul``. ``layouts``: (shape, strides,
+    dtype) of each operand. A product that does not have exactly two operands is assumed to make no copies.
     """
     if len(layouts) != 2:
         return (0,) * len(layouts)
@@ -308,9 +308,8 @@ class _RecordedProducts(TorchDispatchMode):
 
 
 def _row_statistics(node: fx.Node) -> int:
-    """Return the bytes of the numbers that the operator of ``node`` keeps for backward without returning them as
-    results, such as a norm's mean and deviation of each row.
-    """
+    """Return the bytes of values that the operator of ``node`` saves for backward but does not return, such as the mean
+    and the deviation of each row in a norm."""
     need = NEEDS.get(operator_name(node))
     if need not in ("attention", "norm") or len(results_of(node)) > 1:
         return 0
@@ -328,10 +327,9 @@ def size_of(value: Value) -> int:
 
 
 def _forward_peak(block: Block, saved: dict[Value, int]) -> tuple[int, int]:
-    """Return two numbers of bytes for a forward of ``block`` (a piece of the model, such as a layer): the largest
-    memory that it needs besides the tensors in ``saved``, and the part of this memory that is still allocated
-    afterwards, for outputs that are not saved. ``saved``: value -> bytes. A value is a pair (node, index of its
-    result)."""
+    """Return two numbers of bytes for a forward of ``block`` (a piece of the model, such as a layer): the peak memory
+    besides the tensors in ``saved``, and the part of this memory that is still allocated after the forward, for outputs
+    that are not saved. ``saved``: value -> bytes, where a value is a pair (node, index of its result)."""
     nodes = [n for n in block.graph.nodes if n.op == "call_function"]
     last: dict[Value, int] = {}
     for place, node in enumerate(nodes):
@@ -395,7 +393,7 @@ def _compute_backward_peak_bytes(block: Block) -> int:
 
 
 def _list_new_values(node: fx.Node) -> list[Value]:
-    """Return the results for which ``node`` allocates memory, as pairs (node, index); empty for a view."""
+    """Return the results for which ``node`` allocates memory, as pairs (node, index). The list is empty for a view."""
     if is_view(node) or collective_name(node.target) == "copy":
         return []
     return [(node, i) for i in range(len(results_of(node)))]
@@ -429,9 +427,8 @@ def carried_bytes(block: Block) -> int:
 
 
 def _depends_on_inputs(block: Block) -> set[fx.Node]:
-    """Return the set of nodes of ``block`` (a piece of the model, such as a layer) through which the gradient of an
-    input of the block flows: nodes that need a gradient and are computed from an input that needs one.
-    """
+    """Return the nodes of ``block`` (a piece of the model, such as a layer) that need a gradient and are computed from
+    an input of the block that needs a gradient."""
     inputs = set(block.inputs)
     through = {node for node in block.placeholders if node.name in inputs and needs_gradient(node)}
     for node in block.graph.nodes:
@@ -443,8 +440,7 @@ def _depends_on_inputs(block: Block) -> set[fx.Node]:
 def _is_sum(node: fx.Node, operand: fx.Node) -> bool:
     """Return whether the gradient of ``operand``, an operand of ``node``, is a sum over a tensor that is much larger
     than ``operand``. If backward is split, the first half (gradients of inputs) computes such a sum, so that the large
-    tensor need not be kept for the second.
-    """
+    tensor need not be kept for the second half."""
     return not is_product(node) and is_in_first_half(size_of(value_of(operand)), size_of(value_of(node)))
 
 
@@ -456,9 +452,8 @@ def _makes_all_at_once(node: fx.Node) -> bool:
 
 
 def _needed_for(node: fx.Node, operand: fx.Node) -> Iterator[Value]:
-    """Yield the values that must exist to compute the gradient of ``operand``, one of the operands of ``node``, as
-    pairs (node that computed it, index of the result).
-    """
+    """Yield the values that the gradient of ``operand``, one of the operands of ``node``, reads from forward, as pairs
+    (node that computed the value, index of the result)."""
     operands, need = operands_of(node), NEEDS.get(operator_name(node), "operands")
     if is_view(node) or need == "nothing":
         return
@@ -473,10 +468,9 @@ def _needed_for(node: fx.Node, operand: fx.Node) -> Iterator[Value]:
 
 
 def _same_gradient(node: fx.Node, outputs: Collection[fx.Node]) -> fx.Node:
-    """Return the last node in the chain after ``node`` that has the same gradient as ``node``, or ``node`` itself.
-    Views, additions and all-reduces pass a gradient on unchanged. The search stops at ``outputs``, the block's outputs.
-    A block is a piece of the model, such as a layer.
-    """
+    """Return the last node of the chain of readers that starts at ``node`` and whose nodes all have the same gradient.
+    Views, additions and all-reduces pass a gradient on unchanged. The chain ends at a node of ``outputs``, the outputs
+    of the block (a piece of the model, such as a layer)."""
     while node not in outputs:
         users = [user for user in node.users if user.op == "call_function" and needs_gradient(user)]
         if len(users) != 1 or not _passes_gradient(users[0]):

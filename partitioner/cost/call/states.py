@@ -1,8 +1,8 @@
 """Memory and cost of parameters, gradients and optimizer states: bytes on a rank, and seconds of the update.
 
-Mixed precision with Adam takes 18 bytes per parameter (Megatron-LM's main gradients; Rajbhandari et al. 2020, ZeRO,
-count 16 with short gradients): the parameter, its gradient, two moments, and the copy that the optimizer updates. All
-except the parameter are in float32.
+Mixed precision with Adam takes 18 bytes per parameter: 2 for the parameter and 4 each for its gradient, two moments,
+and the float32 copy that the optimizer updates (Megatron-LM's main gradients). Rajbhandari et al. 2020 (ZeRO) count 16,
+with 16-bit gradients.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ OUTER = {"dp": "dp_replicate", "experts": "edp_replicate"}
 
 
 def gradient_bytes(spec: TensorSpec, short: bool) -> int:
-    """Return the bytes of the gradient of a parameter with the shape and dtype ``spec``. ``short``: the gradient has
-    the parameter's dtype; otherwise it is accumulated in float32 if that is longer.
-    """
+    """Return the bytes of the gradient of a parameter with the shape and dtype ``spec``. ``short``: whether the
+    gradient has the parameter's dtype. Otherwise it is accumulated in float32 if the parameter's dtype is shorter."""
     return spec.numel * (spec.dtype if short else accumulated_in(spec.dtype)).itemsize
 
 
@@ -37,12 +36,12 @@ class StateCost:
 
     - ``parameter``, ``gradient``, ``optimizer``: bytes of the parameter or buffer itself, of its gradient and of its
       optimizer states, before ZeRO shards them.
-    - ``grad_axes``: the mesh axes over which its gradient is summed. ``expert``: it belongs to experts.
+    - ``grad_axes``: the mesh axes over which its gradient is summed. ``expert``: whether it belongs to experts.
     - ``stage``: the ZeRO stage (0: none). ``replicas``: the number of ranks over which ZeRO shards it. ``hybrid``:
-      these ranks are only a part of the data-parallel ranks, and the parts are replicas of each other.
-    - ``hosted``: its optimizer states are in host memory, and the host runs the optimizer's step. ``disk``: they are on
-      the node's disk instead and are read for each step. ``passing``: the parameter itself is in host memory and is
-      copied to the device only while it is used.
+      whether these ranks are only a part of the data-parallel ranks, and the parts are replicas of each other.
+    - ``hosted``: whether its optimizer states are in host memory, and the host runs the optimizer's step. ``disk``:
+      whether they are on the node's disk instead and are read for each step. ``passing``: whether the parameter itself
+      is in host memory and is copied to the device only while it is used.
     - ``master``: the part of ``optimizer`` that is the float32 copy of the parameter. ``lost``: bytes of the
       compression residual, the rounding error of its sent gradient that is kept for the next step.
     """
@@ -89,11 +88,10 @@ class StateCost:
 
     @cached_property
     def kept(self) -> dict[str, float]:
-        """Return the bytes of this parameter or buffer that stay on the rank during the whole step, by kind of data
-        (``"parameters"``, ``"gradients"``, ``"optimizer"``, ``"residuals"``; the last is the rounding error of
-        compressed gradients). Under ZeRO-1 ``"gradients"`` counts both the whole gradient and its shard. Offloaded data
-        count 0.
-        """
+        """Return the bytes of this parameter or buffer that stay on the rank during the whole step, by kind of data:
+        ``"parameters"``, ``"gradients"``, ``"optimizer"`` and, if gradients are compressed with feedback,
+        ``"residuals"`` (their rounding errors). Under ZeRO-1 ``"gradients"`` counts both the whole gradient and its
+        shard. Offloaded data count 0."""
         sizes = {"parameters": (self.parameter, 3), "gradients": (self.gradient, 2), "optimizer": (self.optimizer, 1)}
         kept = {kind: size / self.replicas if self.stage >= at else size for kind, (size, at) in sizes.items()}
         if self.stage == 1 and self.replicas > 1:
@@ -108,17 +106,15 @@ class StateCost:
 
     @property
     def late(self) -> float:
-        """Return the bytes of the rank's shard of this parameter's gradient under ZeRO-2 and ZeRO-3, otherwise 0. These
-        bytes are kept, but not allocated before the first reduce-scatter of a step.
-        """
+        """Return the bytes of the rank's shard of this parameter's gradient under ZeRO-2 and ZeRO-3, otherwise 0. The
+        shard is kept, but not allocated before the first reduce-scatter of a step."""
         return self.gradient_piece if self.stage >= 2 and self.replicas > 1 else 0.0
 
     @property
     def in_host(self) -> float:
         """Return the bytes of this parameter in host memory. If the optimizer runs on the host, they are its optimizer
-        states (unless these are on disk), a copy of the parameter and its gradient. Otherwise they are the parameter
-        itself if it is offloaded, else 0.
-        """
+        states (unless these are on disk), a copy of the parameter and its gradient. Otherwise they are the bytes of the
+        parameter if it is offloaded, and 0 if not."""
         share = self.replicas if self.stage else 1
         if self.hosted and self.gradient:
             states = 0.0 if self.disk else self.optimizer
@@ -142,16 +138,15 @@ class StateCost:
 
     @cached_property
     def total(self) -> float:
-        """Return the bytes of the parameter or buffer that stay on the rank: its own, its gradient, optimizer states
-        and compression residuals (rounding errors of sent gradients, kept for the next step) together.
-        """
+        """Return the bytes of the parameter or buffer that stay on the rank: the sum over the parameter itself, its
+        gradient, its optimizer states and its compression residual (the rounding error of a sent gradient, kept for the
+        next step)."""
         return sum(self.kept.values())
 
     @property
     def gradient_piece(self) -> float:
-        """Return the bytes of the gradient that are left on a rank after the reduce-scatter; the whole gradient without
-        ZeRO.
-        """
+        """Return the bytes of the gradient that a rank has after the reduce-scatter; without ZeRO, the bytes of the
+        whole gradient."""
         return self.gradient / self.replicas if self.stage else self.gradient
 
     @property
@@ -178,8 +173,8 @@ class StateCost:
     ) -> StateCost:
         """Return the cost of this parameter under ZeRO stage ``stage`` (0: none), sharded over ``replicas`` ranks.
 
-        ``expert``: it belongs to experts. ``by_rows``: the ranks of ``tp`` hold different experts. ``hybrid``: only a
-        part of the data-parallel ranks shards it.
+        ``expert``: whether the parameter belongs to experts. ``by_rows``: whether the ranks of ``tp`` hold different
+        experts. ``hybrid``: whether only a part of the data-parallel ranks shards it.
         """
         axes = tuple(a for a in self.grad_axes if a != "tp") if expert and by_rows else self.grad_axes
         axes = tuple("experts" if a in ("dp", "cp") else a for a in axes) if expert else axes
@@ -188,9 +183,8 @@ class StateCost:
 
 
 class StateCosts(dict[str, StateCost]):
-    """Costs of parameters and buffers on a rank: a dict name -> cost. It must not be changed, because sums over it are
-    cached.
-    """
+    """Costs of parameters and buffers on a rank: a dict name -> cost. The dict must not be changed, because sums over
+    it are cached."""
 
     @classmethod
     def of(cls, costs: Mapping[str, StateCost]) -> StateCosts:
@@ -213,10 +207,9 @@ class StateCosts(dict[str, StateCost]):
 
     @cached_property
     def late(self) -> dict[str, float]:
-        """Return name of a parameter -> bytes that are not allocated until its gradient is reduce-scattered for the
-        first time in a step: the rank's shard of the gradient, under ZeRO-2 and ZeRO-3. Parameters without such bytes
-        are left out.
-        """
+        """Return name of a parameter -> bytes of the rank's shard of its gradient under ZeRO-2 and ZeRO-3. The shard is
+        not allocated until the gradient is first reduce-scattered in a step. Parameters without such a shard are left
+        out."""
         return {name: cost.late for name, cost in self.items() if cost.late}
 
 
@@ -224,10 +217,11 @@ class StateCosts(dict[str, StateCost]):
 class Sharded:
     """How parameters, gradients and optimizer states are sharded in addition to ``tp``.
 
-    ``zero``: the ZeRO stage (0: none), over ``replicas`` ranks. ``of_experts``: the fraction of the experts' weights
-    that a rank holds. ``expert_replicas``: the number of ranks over which ZeRO shards experts. ``by_rows``: the ranks
-    of ``tp`` hold different experts. ``hybrid``: only a part of the data-parallel ranks shards a parameter, and the
-    parts are replicas of each other.
+    ``zero``: the ZeRO stage (0: none). ``replicas``: the number of ranks over which ZeRO shards parameters outside of
+    experts. ``expert_replicas``: the number of ranks over which it shards parameters of experts. ``of_experts``: the
+    fraction of the experts' weights that a rank holds. ``by_rows``: whether the ranks of ``tp`` hold different experts.
+    ``hybrid``: whether only a part of the data-parallel ranks shards a parameter, and the parts are replicas of each
+    other.
     """
 
     zero: int = 0
@@ -242,9 +236,8 @@ WHOLE = Sharded()
 
 
 def sum_state_costs(costs: Iterable[StateCost]) -> list[StateCost]:
-    """Return ``costs`` of single parameters and buffers in fewer entries: those that differ only in bytes become one
-    entry with the sum of their bytes.
-    """
+    """Return ``costs`` of single parameters and buffers in fewer entries: costs that differ only in bytes are added up
+    to one entry."""
     kinds: dict[Hashable, tuple[StateCost, list[float]]] = {}
     for cost in costs:
         sums = kinds.setdefault(cost.kind, (cost, [0.0, 0.0, 0.0, 0.0, 0.0]))[1]
@@ -262,9 +255,9 @@ def sum_state_costs(costs: Iterable[StateCost]) -> list[StateCost]:
 class StateKinds(NamedTuple):
     """Parameters and buffers (states) in groups whose members cost the same.
 
-    ``of_state``: name of a state -> index of its group in ``kinds``. ``kinds``: for each group a tuple of five: one of
-    its states, its layout over ``tp``, whether it belongs to experts, whether every rank of ``cp`` computes its whole
-    gradient, and whether ZeRO-3 does not shard it.
+    ``of_state``: name of a state -> index of its group in ``kinds``. ``kinds``: for each group, a tuple of five: one of
+    its states; the layout of the states over ``tp``; whether they belong to experts; whether every rank of ``cp``
+    computes their whole gradients; and whether ZeRO-3 leaves them unsharded.
     """
 
     of_state: dict[str, int]
@@ -312,17 +305,16 @@ def state_costs(
     The gradient of a parameter is summed over ``dp`` and ``cp``, and over ``tp`` if its layout says that each rank
     computes a partial sum (``R'``). If every rank of ``cp`` computes the whole gradient, ``cp`` is left out.
 
-    ``kinds``: the states, grouped by equal cost. ``mesh``: mesh axis -> number of ranks. ``optimizer``: its name.
-    ``sharded``: how ZeRO and ``ep`` shard the states. ``offload``: the kinds of data in host memory (``"optimizer"``,
-    ``"parameters"``) or on ``"disk"``. ``short_gradients``: a gradient has its parameter's dtype, even if that is
-    shorter than float32. ``train``: whether parameters have gradients and optimizer states.
+    ``kinds``: the states, grouped by equal cost. ``mesh``: mesh axis -> number of ranks. ``optimizer``: name of the
+    optimizer. ``sharded``: how ZeRO and ``ep`` shard the states. ``offload``: the kinds of data in host memory
+    (``"optimizer"``, ``"parameters"``) or on ``"disk"``. ``short_gradients``: whether a gradient has its parameter's
+    dtype, even if that is shorter than float32. ``train``: whether parameters have gradients and optimizer states.
     """
 
     def find(state: ModelState, layout: Layout, expert: bool, complete: bool, small: bool) -> StateCost:
         """Return the cost of one group of parameters or buffers that cost the same. ``state``: one of them. ``layout``:
-        its layout over ``tp``. ``expert``: it belongs to experts. ``complete``: every rank of ``cp`` computes its whole
-        gradient. ``small``: ZeRO-3 does not shard it.
-        """
+        its layout over ``tp``. ``expert``: whether it belongs to experts. ``complete``: whether every rank of ``cp``
+        computes its whole gradient. ``small``: whether it is so small that ZeRO-3 does not shard it."""
         trained = train and state.requires_grad
         apart = complete and trained and not expert
         own = {**mesh, "cp": 1} if apart else mesh
@@ -344,9 +336,9 @@ def state_costs(
 
 
 def with_lost(costs: Mapping[str, StateCost], lost: Callable[[StateCost], float] | None) -> Mapping[str, StateCost]:
-    """Return ``costs`` of parameters with the bytes of compression residuals (rounding errors that are kept for the
-    next step) added. ``lost``: function from a parameter's cost to these bytes; ``None``: there are none, and ``costs``
-    is returned unchanged."""
+    """Return ``costs`` of parameters with the bytes of compression residuals (rounding errors of sent gradients, kept
+    for the next step) added. ``lost``: function from a parameter's cost to the bytes of its residual. If it is
+    ``None``, there are no residuals, and ``costs`` is returned unchanged."""
     if lost is None:
         return costs
     alike = {id(cost): replace(cost, lost=lost(cost)) for cost in costs.values()}
@@ -365,8 +357,8 @@ def _build_state_cost(
     """Return the cost of one parameter or buffer on a rank, without ZeRO.
 
     ``spec``: its whole shape and dtype. ``layout``: its layout over the ``ranks`` ranks of ``tp``. ``mesh``: mesh axis
-    -> number of ranks. ``optimizer``: name of the optimizer. ``trained``: it has a gradient and optimizer states.
-    ``short_gradients``: the gradient has the parameter's dtype, even if that is shorter than float32.
+    -> number of ranks. ``optimizer``: name of the optimizer. ``trained``: whether it has a gradient and optimizer
+    states. ``short_gradients``: whether the gradient has the parameter's dtype, even if that is shorter than float32.
     """
     local = TensorSpec(local_shape(layout, spec.shape, ranks), spec.dtype)
     if not trained:

@@ -1,4 +1,5 @@
-"""Bytes of sharded states that a rank holds temporarily: gathered weights, and gradients before they are scattered.
+"""Bytes of sharded states that a rank holds temporarily: gathered weights, and gradients before they are
+reduce-scattered.
 
 Under ZeRO-3 these are the weights and gradients of one call. Under ZeRO-1 and ZeRO-2 they are buckets of gradients;
 this module counts only the bytes by which a single gradient exceeds the bucket size.
@@ -20,8 +21,8 @@ class Scattering(NamedTuple):
     ZeRO-2).
 
     ``num_bytes``: bytes of all buckets (buffers that collect gradients before they are sent). ``bucket``: bytes of one
-    bucket; a larger gradient has a bucket of its own. ``whole``: the receive buffer of a reduce-scatter is as large as
-    its send buffer.
+    bucket; a larger gradient has a bucket of its own. ``whole``: whether the receive buffer of a reduce-scatter is as
+    large as its send buffer, instead of one shard.
     """
 
     num_bytes: float = 0.0
@@ -33,9 +34,7 @@ NOTHING_SENT = Scattering()
 
 
 class AtEnds(NamedTuple):
-    """Bytes of memory of a block call (such as a layer) if it is the first or the last call of a pipeline stage. For
-    these calls, the tensors that are in memory together with gathered weights and gradients are not the same as inside
-    the stage.
+    """Bytes of memory of a block call (such as a layer) if it is the first or the last call of a pipeline stage.
 
     ``last``: if it is the last call, all temporary bytes during its backward: its working memory, gathered weights and
     gradients. ``lingering``: if it is the first call, bytes of its gradients that are still being sent while the last
@@ -56,20 +55,19 @@ def passing_bytes(
 ) -> tuple[GatheredBytes, AtEnds]:
     """Return the bytes of gathered weights and of gradients that one call of a block (such as a layer) holds
     temporarily because ZeRO shards its parameters. The first result is for a call inside a pipeline stage. The second
-    has further bytes for the case that the call is the first or the last one of a stage.
+    has the bytes that count if the call is the first or the last of its stage.
 
     ``cost``: the cost of the call. ``names``: names of the parameters that the call reads. ``states``: name -> cost of
-    a parameter. ``scattering``: the bytes of the rank's gradient buckets. ``is_last``: the call may be the model's
-    last. ``several``: the step has several microbatches, so gradients of the previous microbatch may still be in
-    flight.
+    a parameter. ``scattering``: the bytes of the rank's gradient buckets. ``is_last``: whether the call may be the
+    model's last. ``several``: whether the step has several microbatches, so that gradients of the previous microbatch
+    may still be in flight.
     """
 
     def at(own: GatheredBytes, copied: float = 0.0, lingers: bool = several) -> tuple[GatheredBytes, AtEnds]:
-        """Return the two results of the enclosing function: ``own``, and the bytes of its block call (such as a layer)
-        as the first or the last call of a pipeline stage. ``own``: bytes of gathered weights and of gradients of the
-        call inside a stage. ``copied``: bytes of the copy from which its gradients are sent. ``lingers``: its gradients
-        are still being sent during the next microbatch.
-        """
+        """Return the two results of the enclosing function: ``own``, and the bytes of the call as the first or the last
+        call of a pipeline stage. ``own``: bytes of gathered weights and of gradients of the block call (such as a
+        layer) inside a stage. ``copied``: bytes of the copy from which its gradients are sent. ``lingers``: whether its
+        gradients are still being sent during the next microbatch."""
         closing = max(copied, own.sent)
         ends = AtEnds(cost.working_bytes + own.whole, own.sent * lingers, closing and closing + cost.working_bytes)
         return own, ends
@@ -100,12 +98,13 @@ def _get_gradient_bytes(state: StateCost | None) -> float:
 
 def gathered_beside(calls: Sequence[GatheredBytes], in_turns: bool) -> list[float]:
     """Return, for each of several consecutive block calls (such as layers), the bytes of gathered weights and unsharded
-    gradients on the rank while this call runs. They include the bytes for the call before it and for the call after it.
-    ``calls``: for each call, the bytes of this call alone.
+    gradients on the rank while this call runs. They include bytes of the previous and of the next call. ``calls``: for
+    each call, the bytes of this call alone.
 
     A call needs its own weights and gradients. In forward, the next call's weights are gathered at the same time. In
-    backward, the previous call's weights are gathered and the next call's gradients are reduced. ``in_turns``: the rank
-    alternates between several sequences of calls (virtual stages), so the neighbour may belong to any sequence.
+    backward, the previous call's weights are gathered and the next call's gradients are reduced. ``in_turns``: whether
+    the rank alternates between several sequences of calls (virtual stages), so that the neighbour may belong to any
+    sequence.
     """
     none = GatheredBytes()
     if not any(map(any, calls)):

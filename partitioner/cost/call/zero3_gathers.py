@@ -32,12 +32,12 @@ NONE_GATHERED = GatheredBytes()
 class HiddenCollectives(NamedTuple):
     """The ZeRO-3 collectives of a block call (such as a layer), and the waits for collectives that its cost contains.
 
-    ``gather_s``: seconds to gather its weights; forward and backward each gather them. ``scatter_s``: seconds to
-    reduce-scatter its gradients. ``forward_s``, ``backward_s``: seconds of the cost in which the call waits for
-    collectives. ``once_s``: by how many seconds full recomputation is shorter than the forward, because it waits for no
-    gather of its own and hides some of the collectives of backward. ``slowdown``: factor on the seconds of computation
-    and of collectives while both run. ``overlap``: whether both run at the same time. ``once``: whether recomputation
-    and backward share one gather.
+    ``gather_s``: seconds of one all-gather of its weights; forward and backward each run one. ``scatter_s``: seconds to
+    reduce-scatter its gradients. ``forward_s``, ``backward_s``: the seconds of its forward and of its backward in which
+    the call waits for collectives. ``once_s``: how many seconds full recomputation takes less than the forward, because
+    it waits for no gather of its own and hides some of the collectives of backward. ``slowdown``: factor on the seconds
+    of computation and of collectives while both run. ``overlap``: whether both run at the same time. ``once``: whether
+    recomputation and backward share one gather.
     """
 
     gather_s: float
@@ -60,9 +60,9 @@ class HiddenCollectives(NamedTuple):
         )
 
     def wait(self, windows: tuple[float, float], ahead_s: float, back_s: float) -> HiddenCollectives:
-        """Return these collectives with the waits of a call that computes for ``windows`` seconds (forward, backward)
-        while collectives of ``ahead_s`` seconds run in forward and of ``back_s`` seconds in backward. A call whose
-        second window is 0 has no backward."""
+        """Return these collectives with the waits of a call that computes for ``windows`` seconds (forward, backward),
+        while collectives take ``ahead_s`` seconds during its forward and ``back_s`` seconds during its backward. A
+        second window of 0 means that the call has no backward."""
         how = self.slowdown, self.overlap
         forward_s, backward_s, once_s = compute_exposed_seconds(windows[0], ahead_s, *how), 0.0, 0.0
         if windows[1] > 0:
@@ -82,7 +82,7 @@ def read_bytes(state: StateRead, spread: Spread) -> tuple[float, float]:
 
 def gather_seconds(states: Iterable[StateRead], spread: Spread) -> tuple[float, float]:
     """Return the seconds of the ZeRO-3 collectives of a block call (such as a layer) as a pair (forward, backward).
-    Forward gathers the weights. Backward gathers them again and reduce-scatters the gradients. ``states``: the
+    Forward all-gathers the weights. Backward all-gathers them again and reduce-scatters the gradients. ``states``: the
     parameters and buffers that the call reads. ``spread``: the groups over which they are sharded.
 
     Small parameters are not sharded and need no collective, except in a framework that shards and gathers each
@@ -107,8 +107,8 @@ def gather_seconds(states: Iterable[StateRead], spread: Spread) -> tuple[float, 
 
 def copy_seconds(states: Iterable[StateRead], spread: Spread, device: DeviceType) -> tuple[float, float, float]:
     """Return three durations in seconds of the copies on ``device`` that ZeRO-3 adds to a block call (such as a layer):
-    of weights in forward, of weights in backward, and of gradients. Weights are copied out of the buffer of a
-    collective, which has them rank by rank, and gradients are copied into one.
+    of weights in forward, of weights in backward, and of gradients. Weights are copied out of the receive buffer of the
+    all-gather, in which they are ordered by rank. Gradients are copied into the send buffer of the reduce-scatter.
 
     ``states``: the parameters and buffers that the call reads. ``spread``: the groups of ranks over which they are
     sharded.
@@ -128,8 +128,8 @@ def gathered_bytes(sizes: Sequence[tuple[float, float]], spread: Spread, saved: 
     """Return the bytes of weights and gradients that ZeRO-3 holds unsharded for a block call (such as a layer).
 
     ``sizes``: for each sharded parameter, (its bytes, the bytes of its gradient). ``spread``: the groups over which
-    they are sharded. ``saved``: bytes of saved activations, which are counted elsewhere. Backward frees these while it
-    computes gradients, so all gradients together add memory only as far as they exceed ``saved``; the largest gradient
+    they are sharded. ``saved``: bytes of saved activations, which are counted elsewhere. Backward frees the activations
+    while it computes gradients, so the gradients add memory only as far as they exceed ``saved``; the largest gradient
     is always counted. While gradients are reduce-scattered they also need a receive buffer.
     """
     ranks = spread.shards.size

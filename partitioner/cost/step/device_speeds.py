@@ -1,10 +1,10 @@
-"""Lower bounds on the step time of clusters whose devices differ in speed. Each group of ranks does work in proportion
-to its speed.
+"""Lower bounds on the step time of clusters whose devices differ in speed. Each group of ranks is given work in
+proportion to its speed.
 
-Consider ``n`` microbatches, each of ``work`` seconds at speed 1, under GPipe or 1F1B. A pipeline in which ``j`` stages
-have equal load and the others are idle takes ``(n - 1 + j) work / v`` seconds, where ``v`` is the summed speed of its
-``j`` fastest stages. No other division of the work among stages is faster than the best ``j``: the step time is
-piecewise linear in the stages' loads, so its minimum is at one of these divisions.
+Consider ``n`` microbatches, each of ``work`` seconds at speed 1, under GPipe or 1F1B. If ``j`` stages have equal load
+and the others are idle, a pipeline takes ``(n - 1 + j) work / v`` seconds, where ``v`` is the summed speed of its ``j``
+fastest stages. The best ``j`` is at least as fast as any other division of the work: the step time is piecewise linear
+in the stages' loads, so its minimum is at one of these divisions.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class PipelineSpeeds:
         """Return a lower bound in seconds on the time in which all pipelines together process ``microbatches``
         microbatches, at least one in each pipeline.
 
-        ``work``: seconds of one microbatch, forward and backward, on all stages together at speed 1. ``plain``: the
-        schedule is GPipe or 1F1B. Otherwise the bound holds for any schedule and is lower: it uses only that a step
+        ``work``: seconds of one microbatch, forward and backward, on all stages together at speed 1. ``plain``: whether
+        the schedule is GPipe or 1F1B. If not, the bound holds for any schedule and is lower: it uses only that a step
         takes at least as long as a stage is busy, and that one microbatch passes through all stages.
         """
         speed = np.cumsum(self.speeds, axis=1)
@@ -64,8 +64,8 @@ class PipelineSpeeds:
 
 @dataclass(frozen=True)
 class GroupSpeeds:
-    """Speeds of groups of ranks before it is decided which groups form a pipeline together. There will be ``pipelines``
-    pipelines of equal length, with one group for each stage.
+    """Speeds of groups of ranks, before it is decided which groups form a pipeline together. There will be
+    ``pipelines`` pipelines of equal length, with one group for each stage.
 
     ``speeds``: the distinct speeds, fastest first, relative to the fastest device type (1.0); a group is as fast as its
     slowest device. ``counts``: number of groups of each speed.
@@ -102,8 +102,9 @@ class GroupSpeeds:
     def least(self, work: float, microbatches: float, *, plain: bool, ahead: float = 0.0) -> float:
         """Return a lower bound in seconds on the time in which all pipelines together process ``microbatches``
         microbatches, over every way to form pipelines of the groups. ``work``: seconds of one microbatch on all stages
-        at speed 1. ``plain``: the schedule is GPipe or 1F1B; otherwise the bound holds for any schedule. ``ahead``: if
-        each group has one stage, the least share of a stage's seconds that is its forward; 0 for other schedules.
+        at speed 1. ``plain``: whether the schedule is GPipe or 1F1B; if not, the bound holds for any schedule.
+        ``ahead``: if each group has one stage and steps do not overlap, the least share of a stage's seconds that is
+        its forward; otherwise 0.
 
         Let ``P`` be the number of pipelines. The fastest group of the slowest pipeline is at most as fast as the
         ``P``-th fastest group. If the ``J`` fastest groups work and the others are idle, the formula of GPipe and 1F1B,
@@ -144,9 +145,9 @@ class GroupSpeeds:
 
 
 def pool_of(speeds: Vector, counts: Counts, size: int, pipelines: int) -> GroupSpeeds:
-    """Return groups of ``size`` devices each, formed of ``counts[i]`` devices of speed ``speeds[i]``. The fastest
-    devices are grouped together, and a group is as fast as its slowest device. ``pipelines``: number of pipelines of
-    the groups.
+    """Return the :class:`GroupSpeeds` of groups of ``size`` devices each, formed of ``counts[i]`` devices of speed
+    ``speeds[i]``. The fastest devices are grouped together, and a group is as fast as its slowest device.
+    ``pipelines``: number of pipelines that the groups will form.
 
     >>> pool_of(np.array([0.5, 1.0]), np.array([5, 3]), 2, 2)
     GroupSpeeds(speeds=array([1. , 0.5]), counts=array([1, 3]), pipelines=2)
@@ -175,12 +176,13 @@ def work_and_speeds(seconds: Matrix, often: Sequence[int]) -> tuple[float, Vecto
 
 
 def least_forward_share(forward: Matrix, both: Matrix, often: Sequence[int]) -> tuple[float, float]:
-    """Return two values ``(share, less)``: the forward seconds of any set of block calls (such as layers), on any
-    device types, are at least ``share`` times their forward plus backward seconds, minus ``less`` seconds.
+    """Return two values ``(share, less)`` with this property: for any set of block calls (such as layers) on any device
+    types, the forward takes at least ``share`` times the seconds of forward and backward, minus ``less`` seconds.
 
-    ``share`` is the least share of the main block, the one with the most work. Other blocks, such as a look-up of
-    embeddings, may have a smaller share; ``less`` makes up for that. ``forward``, ``both``: seconds of one call of each
-    block on each device type, shape ``[kinds, blocks]``. ``often``: for each block, the number of its calls.
+    ``share`` is the least share of the main block, the one with the most work. Other blocks, such as an embedding, may
+    have a smaller share; ``less`` makes up for that. ``forward``, ``both``: seconds of forward, and of forward and
+    backward, of one call of each block on each device type, shape ``[kinds, blocks]``. ``often``: for each block, the
+    number of its calls.
     """
     number = np.array(often, dtype=np.float64)
     main = int(np.argmax(number * both.max(axis=0)))

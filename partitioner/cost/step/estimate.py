@@ -53,7 +53,7 @@ def stage_estimates(
     step, and its peak memory in bytes by component. The components add up to the peak of one rank.
 
     ``names``: for each stage, the names of the parameters and buffers that it reads. ``held``: for each stage, the
-    costs of its parameters and buffers; costs that differ in bytes alone are summed to one. ``split``: the block calls
+    costs of its parameters and buffers; costs that differ only in bytes are summed to one. ``split``: the block calls
     and the recomputation of each stage. ``problem``: the block calls of the model with their costs, to be cut into
     pipeline stages.
     """
@@ -91,11 +91,10 @@ def stage_estimates(
 
 
 def _host_bytes(stage: StagePlan, calls: Sequence[StageCall], held: Sequence[StateCost]) -> float:
-    """Return the bytes that a rank of the stage keeps in host memory: offloaded activations of all microbatches between
-    their forward and backward, and offloaded parameters and optimizer states. ``stage``: the plan of the stage, with
-    the number of these microbatches. ``calls``: the block calls (such as layers) of the stage. ``held``: the costs of
-    its parameters and buffers.
-    """
+    """Return the bytes that a rank of the stage keeps in host memory: offloaded activations of all microbatches in
+    flight, and offloaded parameters and optimizer states. ``stage``: the plan of the stage, with its number of
+    microbatches in flight. ``calls``: the block calls (such as layers) of the stage. ``held``: the costs of its
+    parameters and buffers."""
     kept = sum(call.cost.host_bytes for call in calls)
     flying = max(run.in_flight for run in stage.runs)
     return flying * kept + sum(cost.in_host for cost in held)
@@ -110,8 +109,8 @@ def _estimate_peak_memory(
     coming: float,
 ) -> dict[str, int]:
     """Return the peak memory of one rank of a stage: component such as ``"parameters"`` or ``"saved"`` -> bytes. The
-    bytes that no other component explains (communication buffers) are ``"buffers"``; components of 0 bytes are left
-    out.
+    component ``"buffers"`` (communication buffers) has the bytes that no other component explains. Components of 0
+    bytes are left out.
 
     ``stage``: the plan of the stage: its range of block calls (such as layers), and its recomputation. ``number``:
     index of the stage. ``calls``: its block calls. ``held``: the costs of its parameters and buffers. ``coming``: bytes
@@ -139,8 +138,7 @@ def _estimate_peak_memory(
 
             def flying(gone: float) -> float:
                 """Return the bytes of saved activations of all microbatches in flight on this rank. ``gone``: bytes
-                that one of these microbatches has freed already.
-                """
+                that one of these microbatches has already freed."""
                 return max(w * whole + h * half - min(w, 1) * gone for w, h in problem.held(number))
 
             moments = [(working, flying(0.0), 0.0), (first.closing, flying(whole), 0.0)]
@@ -179,14 +177,15 @@ def stage_problem(
     - ``costs_by_stage``: costs by block name on the devices of each stage; empty if they are ``costs`` on all stages.
     - ``num_microbatches``: number of microbatches of a step on a rank. ``microbatch_size``: number of samples of a
       microbatch. ``schedule``: name or table of the pipeline schedule. ``profile``: how the framework that runs the
-      plan executes it. ``train``: calls have a backward.
-    - ``ranks``: the pipeline rank of each virtual stage if ranks hold several. The stages of the problem are then the
-      virtual stages. Empty: each rank holds one stage.
+      plan executes it. ``train``: whether calls have a backward.
+    - ``ranks``: the pipeline rank of each virtual stage if ranks hold several virtual stages; each of these is then a
+      stage of the problem. Empty: each rank holds one stage.
     - ``scattering``: bytes of gradient buckets that a rank holds temporarily under ZeRO-1 and ZeRO-2.
+    - ``constraints``: the choices that the user fixed; ``None``: none.
 
-    Cheap calls that all stages repeat run on every stage that reads their results; the problem charges them to every
-    stage. So it does with the memory of the calls of the prologue, which runs before the pipeline starts, but only the
-    last stage spends time on them. ``constraints``: the choices that the user fixed; ``None``: none.
+    Cheap calls that all stages repeat run on every stage that reads their results; the problem charges their time and
+    memory to every stage. The calls of the prologue run before the pipeline starts; the problem charges their memory to
+    every stage, and their time to the last stage only.
     """
     constraints = constraints or Constraints()
     # with sequence parallelism values are sharded over tp in any case
@@ -253,21 +252,20 @@ def stage_problem(
 
 def _in_part(asked: Asked | None) -> Recompute | None:
     """Return the kind of recomputation that the stages of the pipeline problem may use. ``asked``: the user's
-    constraint; ``None``: the choice is free, and ``None`` is returned.
+    constraint. If it is ``None``, the choice is free, and ``None`` is returned.
 
-    ``"scores"`` (attention scores) and ``"alternate"`` (also every second product) become ``"selective"``. These three
-    differ only in the operators that backward runs a second time, which the costs of the block calls (such as layers)
-    account for already.
+    ``"scores"`` (attention scores) and ``"alternate"`` (also every second product) become ``"selective"``. The three
+    kinds differ only in the operators that backward runs a second time, and the costs of the block calls (such as
+    layers) already contain this difference.
     """
     return "selective" if asked == "scores" or asked == "alternate" else asked
 
 
 def _find_stage_links(machine: PlacedMesh | BestCaseMesh, ranks: Sequence[int], parts: bool) -> tuple[Link, ...]:
     """Return the link from each stage of the problem to the next. ``machine``: the devices and links of the mesh.
-    ``ranks``: the pipeline rank of each virtual stage; empty without virtual stages. ``parts``: each rank of ``tp``
-    sends only its part of a value, and the receiving ranks all-gather the parts; the link then includes the time of
-    this all-gather.
-    """
+    ``ranks``: the pipeline rank of each virtual stage; empty without virtual stages. ``parts``: whether each rank of
+    ``tp`` sends only its part of a value, and the receiving ranks all-gather the parts. If so, the time of a message
+    over the returned link includes this all-gather."""
     links = tuple(machine.link(*pair) for pair in pairwise(ranks)) if ranks else machine.links
     tp = machine.mesh.get("tp", 1)
     if not parts or tp == 1:
@@ -280,9 +278,9 @@ def _build_stage_paces(
     by_stage: Sequence[Mapping[str, CallCost]], placed: Sequence[Call], everywhere: Sequence[str], several: bool
 ) -> tuple[Pace, ...]:
     """Return, for each stage, the costs of all block calls (such as layers) on its devices, and the summed cost of the
-    calls that every stage runs. Stages with the same dict share one result object.
+    calls that every stage runs. Stages with the same dict in ``by_stage`` share one result object.
 
-    ``by_stage``: for each stage, a dict: block name -> cost of a call on its devices. ``placed``: the calls that belong
+    ``by_stage``: for each stage, a dict block name -> cost of a call on its devices. ``placed``: the calls that belong
     to one stage. ``everywhere``: the block names of the calls that every stage runs. ``several``: whether a stage runs
     several microbatches.
     """
@@ -297,8 +295,8 @@ def _build_stage_paces(
 
 
 def _once_a_rank(paces: Sequence[Pace], ranks: Sequence[int]) -> tuple[Pace, ...]:
-    """Correct costs by stage for ranks that hold several virtual stages, and return them. Such a rank runs the calls
-    that every stage needs only once, so their cost is set to zero in all its virtual stages but the first.
+    """Return ``paces``, corrected for ranks that hold several virtual stages. Such a rank runs the calls that every
+    stage needs only once, so their cost is set to zero in all its virtual stages but the first.
 
     ``paces``: for each virtual stage, the costs of block calls (such as layers) on its devices, and the summed cost of
     the calls that every stage runs. ``ranks``: the rank of each virtual stage.
@@ -310,10 +308,9 @@ def _once_a_rank(paces: Sequence[Pace], ranks: Sequence[int]) -> tuple[Pace, ...
 
 
 def _sum_call_costs(costs: Sequence[CallCost]) -> CallCost:
-    """Return the summed cost of the block calls (such as layers) with these ``costs``, which every stage runs, as the
-    cost of one call. It has the sums of their forward seconds and FLOPs. Its working bytes are the sum of all bytes
-    that the calls occupy (temporary, outputs, parameters and gathered parameters); its other fields for bytes are 0.
-    """
+    """Return ``costs``, the costs of block calls (such as layers) that every stage runs, summed to the cost of one
+    call. The result has the sums of forward seconds and FLOPs. Its ``working_bytes`` are the sum of all bytes that the
+    calls occupy (temporary, outputs, parameters and gathered parameters); its other fields for bytes are 0."""
     return CallCost(
         forward_s=sum(c.forward_s for c in costs),
         forward_comm_s=sum(c.forward_comm_s for c in costs),
@@ -346,8 +343,8 @@ def estimate_step(
     ``Estimate.breakdown`` has the seconds of the step by kind, which add up to the step time:
 
     - ``compute``, ``recompute``, ``tp_communication``, ``pp_communication``: the work of the slowest stage. Only the
-      part of ``pp_communication`` that computation does not hide is counted; with several virtual stages on a rank it
-      is 0, because the rank computes for another one while values are on the way.
+      part of ``pp_communication`` that computation does not hide is counted. It is 0 if a rank has several virtual
+      stages, because the rank computes for one of them while another waits for values.
     - ``bubble``: the time in which the slowest stage waits for other stages.
     - ``contention``: additional time because more devices of a node compute at the same time than its cores allow.
     - ``reduction``: the part of the gradient reduction that computation does not hide.
@@ -407,9 +404,8 @@ def estimate_step(
 
 def with_step_time(estimate: Estimate, seconds: float) -> Estimate:
     """Return a copy of ``estimate``, the estimate of a training step, with the step time ``seconds``, which must not be
-    less than before. The difference is added to the bubble (the time spent waiting for other stages), and ``mfu`` is
-    scaled accordingly.
-    """
+    less than the old step time. The difference is added to the bubble (the time spent waiting for other stages), and
+    ``mfu`` is scaled accordingly."""
     more = seconds - estimate.step_time
     breakdown = {**estimate.breakdown, "bubble": estimate.breakdown.get("bubble", 0.0) + more}
     share = estimate.step_time / seconds if seconds else 1.0
@@ -440,8 +436,8 @@ def _compute_contended_seconds(
     chunks: int | None,
 ) -> float:
     """Return the seconds of the pipeline plus the seconds of the optimizer's update, if the ranks of a node compete for
-    its processor cores. 0 if every node has enough cores for all its devices to compute at the same time. Collectives
-    get no further slowdown: their measured times contain it already.
+    its processor cores. Return 0 if every node has enough cores for all its devices to compute at the same time.
+    Collectives are not slowed down further, because their measured times already contain the contention.
 
     ``problem``: the block calls (such as layers) of the model with their costs, to be cut into pipeline stages.
     ``split``: the block calls of each pipeline stage. ``updates``: for each stage, seconds of its update if each rank
@@ -465,9 +461,9 @@ def _compute_contended_seconds(
 
 
 def _compute_virtual_stage_time(problem: StageProblem, stage: int, plan: StagePlan) -> VirtualStageTime:
-    """Return the seconds of one microbatch in a virtual stage, those of computation and those of communication
-    separately. ``stage``: index of the virtual stage in ``problem``, the block calls (such as layers) with their costs.
-    ``plan``: the block calls of this stage."""
+    """Return the seconds of one microbatch in a virtual stage, with computation and communication apart. ``stage``:
+    index of the virtual stage in ``problem``, the block calls (such as layers) with their costs. ``plan``: the block
+    calls of this stage."""
     phases, pace = phases_of(problem, stage, plan), problem.pace(stage)
     costs = [pace.costs[place] for place in plan.places]
     forward, inputs = phases.forward + phases.values_sent, phases.inputs + phases.gradients_sent
@@ -490,9 +486,8 @@ def _sum_collective_seconds(problem: StageProblem, stage: StagePlan) -> float:
 
 def _list_stage_states(problem: StageProblem, stage: StagePlan, states: Mapping[str, StateCost]) -> list[str]:
     """Return the names of the parameters and buffers that the block calls (such as layers) of ``stage`` read, each
-    once. ``states``: the cost of each parameter and buffer by name; names that are not in it are left out. ``problem``:
-    the block calls of the model with their costs.
-    """
+    once. ``states``: the cost of each parameter and buffer by name; names that are not in ``states`` are left out.
+    ``problem``: the block calls of the model with their costs."""
     read = dict.fromkeys(name for place in stage.places for name in problem.calls[place].states)
     return [name for name in read if name in states]
 
@@ -506,9 +501,9 @@ def how_reduced(
     schedule: str | ScheduleTable = "1f1b",
     chunks: int | None = None,
 ) -> tuple[float, ReductionScheme]:
-    """Choose the fastest way of reducing gradients. Return two values: the seconds that gradient reductions and gathers
-    of updated parameters add to the pipeline time, and the chosen scheme (one collective or a hierarchical reduction,
-    with or without compression). If several schemes take equally long, the simplest is chosen.
+    """Choose the reduction scheme for gradients that takes the least time (one collective or a hierarchical reduction,
+    with or without compression). Return two values: the seconds that gradient reductions and gathers of updated
+    parameters add to the pipeline time, and the scheme. If several schemes take equally long, the simplest is chosen.
 
     ``problem``: the block calls (such as layers) of the model with their costs, to be cut into pipeline stages.
     ``split``: the block calls of each stage. ``states``: the cost of each parameter and buffer by name. ``machine``:
@@ -550,16 +545,16 @@ def _compute_tail_seconds(
     order: tuple[str | ScheduleTable, int | None],
     ties: tuple[Mapping[str, tuple[int, ...]], Mapping[tuple[int, ...], float]],
 ) -> float:
-    """Return the seconds that gathers of updated parameters and gradient reductions add to the schedule, which is
-    simulated action by action (an action is a forward or backward of one microbatch on one virtual stage).
+    """Return the seconds that gathers of updated parameters and gradient reductions add to the schedule. The schedule
+    is simulated action by action (an action is a forward or backward of one microbatch on one virtual stage).
 
-    ``order``: name or table of the schedule, and the number of virtual stages of each rank (``None``: the number that
-    the schedule fixes). ``ties``: parameter that several pipeline ranks have -> these ranks; and these ranks -> seconds
-    of summing the gradients of all their common parameters. ``states``: the cost of each parameter and buffer by name.
-    ``held``: for each stage, the costs of its parameters and buffers. ``how``: the reduction scheme (one collective or
-    a hierarchical reduction, with or without compression). ``problem``: the block calls (such as layers) of the model
-    with their costs, to be cut into pipeline stages. ``split``: the block calls of each pipeline stage. ``machine``:
-    the devices and links that the mesh is laid over.
+    ``order``: a pair: name or table of the schedule, and the number of virtual stages of each rank (``None``: the
+    number that the schedule fixes). ``ties``: a pair of dicts: name of a parameter that several pipeline ranks have ->
+    these ranks; and these ranks -> seconds of summing the gradients of all their common parameters. ``states``: the
+    cost of each parameter and buffer by name. ``held``: for each stage, the costs of its parameters and buffers.
+    ``how``: the reduction scheme (one collective or a hierarchical reduction, with or without compression).
+    ``problem``: the block calls (such as layers) of the model with their costs, to be cut into pipeline stages.
+    ``split``: the block calls of each pipeline stage. ``machine``: the devices and links that the mesh is laid over.
     """
     (schedule, chunks), (tied, sums) = order, ties
     phases = [phases_of(problem, k, plan) for k, plan in enumerate(split.virtual)]
@@ -589,13 +584,14 @@ def _reduction_tail(
     start, and gradient reductions end after it.
 
     A stage reduces its gradients while the stages in front of it still run their last backwards, which hides a part of
-    the reduction. Nothing is hidden if consecutive steps overlap, because the stage begins the next step in this time.
+    the reduction. If consecutive steps overlap, nothing is hidden, because the stage begins the next step in this time.
+
     ``problem``: the block calls (such as layers) of the model with their costs. ``split``: the block calls of each
     pipeline stage. ``states``: the cost of each parameter and buffer by name. ``held``: for each stage, the costs of
     its parameters and buffers. ``machine``: the devices and links that the mesh is laid over. ``how``: the reduction
-    scheme (one collective or a hierarchical reduction, with or without compression). ``owned``: if each parameter is
-    whole on one owner rank, one dict for each stage: axes over which ZeRO shards -> number of parameters; otherwise
-    empty.
+    scheme (one collective or a hierarchical reduction, with or without compression). ``owned``: if ZeRO keeps each
+    parameter whole on one owner rank, for each stage a dict: mesh axes over which parameters are distributed -> number
+    of parameters; otherwise empty.
     """
     first_s = _added_up(problem, machine)
     if not problem.train:
@@ -636,14 +632,15 @@ def _reduction_tail(
 
 
 def _added_up(problem: StageProblem, machine: PlacedMesh) -> float:
-    """Return the seconds that a step with one stage waits for collectives before its first forward and after its last
-    backward. First, it sums numbers over the global batch that the first forward reads, such as the number of targets,
-    and gathers the weights of the first call under ZeRO-3, beside these sums and the calls that every stage runs. At
-    its end, a step with one microbatch scatters the gradients of the first call.
+    """Return the seconds for which a step with one stage waits for collectives before its first forward and after its
+    last backward. Before the first forward, the step all-reduces the sums over the global batch that this forward
+    reads, such as the number of targets. Under ZeRO-3, it also gathers the weights of the first call, at the same time
+    as these sums and the calls that every stage runs. At its end, a step with one microbatch reduce-scatters the
+    gradients of the first call that has a backward.
 
-    0 if there are several stages: only the last stage reads the sums, and it waits for its first input at that time
-    anyway. ``problem``: the block calls (such as layers) of the model with their costs. ``machine``: the devices and
-    links that the mesh is laid over.
+    Return 0 if there are several stages: only the last stage reads the sums, and it waits for its first input at that
+    time anyway. ``problem``: the block calls (such as layers) of the model with their costs. ``machine``: the devices
+    and links that the mesh is laid over.
     """
     if problem.num_stages > 1:
         return 0.0
@@ -658,17 +655,17 @@ def _added_up(problem: StageProblem, machine: PlacedMesh) -> float:
 
 def _totals_seconds(problem: StageProblem, machine: PlacedMesh) -> float:
     """Return the seconds of the all-reduce, over ``dp`` and ``cp``, of the sums over the global batch that the model
-    reads, such as the number of targets; 0 if it reads none. ``problem``: the block calls (such as layers) of the model
-    with their costs, to be cut into pipeline stages. ``machine``: the devices and links that the mesh is laid over.
-    """
+    reads, such as the number of targets; 0 if the model reads no such sums. ``problem``: the block calls (such as
+    layers) of the model with their costs, to be cut into pipeline stages. ``machine``: the devices and links that the
+    mesh is laid over."""
     if not problem.total_bytes:
         return 0.0
     return collective_time("all_reduce", problem.total_bytes, select_slowest_group(machine.stage_groups("dp", "cp")))
 
 
 def _find_tied_ranks(held: Sequence[Sequence[str]]) -> dict[str, tuple[int, ...]]:
-    """Return tied parameter (one that several pipeline ranks read) -> these ranks. ``held``: for each rank, the names
-    of its parameters and buffers."""
+    """Return name of a tied parameter (one that several pipeline ranks read) -> these ranks. ``held``: for each rank,
+    the names of its parameters and buffers."""
     ranks: dict[str, list[int]] = {}
     for rank, names in enumerate(held):
         for name in names:
@@ -679,11 +676,10 @@ def _find_tied_ranks(held: Sequence[Sequence[str]]) -> dict[str, tuple[int, ...]
 def _sum_tied_seconds(
     problem: StageProblem, held: Sequence[Sequence[str]], states: Mapping[str, StateCost], machine: PlacedMesh
 ) -> dict[tuple[int, ...], float]:
-    """Return, for each set of pipeline ranks that read the same tied weights, the seconds of summing the gradients of
-    these weights over the ranks. Computation does not hide this time. ``held``: for each rank, the names of its
+    """Return, for each set of pipeline ranks that read the same tied weights, the seconds of all-reducing the gradients
+    of these weights over the ranks. Computation does not hide this time. ``held``: for each rank, the names of its
     parameters and buffers. ``states``: the cost of each parameter and buffer by name. ``problem``: the block calls
-    (such as layers) of the model with their costs. ``machine``: the devices and links that the mesh is laid over.
-    """
+    (such as layers) of the model with their costs. ``machine``: the devices and links that the mesh is laid over."""
     found: dict[tuple[int, ...], float] = {}
     if problem.train:
         for name, among in _find_tied_ranks(held).items():

@@ -3,8 +3,8 @@ not hide.
 
 A reduction is one collective, hierarchical over several levels of links, or compressed. ``list_reduction_schemes``
 lists the schemes that are available on a machine. GPU libraries already reduce level by level over several nodes, in
-rings and trees over all network cards. There the program uses levels of its own only if the user asks for them. Where
-an all-reduce is one ring (Gloo), levels are used if they are faster.
+rings and trees over all network cards. On GPUs, the program therefore adds levels of its own only if the user asks for
+them. Where an all-reduce is one ring (Gloo), levels are used if they are faster.
 
 ``GradientReduction`` has the seconds of reducing the gradients of a stage.
 """
@@ -40,16 +40,14 @@ _EXACT = frozenset({"tp"})  # reductions over these axes alone are not over data
 
 
 def coding_time(compression: Compression, num_bytes: float, device: DeviceType) -> float:
-    """Return the seconds of compressing ``num_bytes`` of gradients and of decompressing as many received bytes, on
-    ``device``. ``compression``: the compressed format.
-    """
+    """Return the seconds in which ``device`` compresses ``num_bytes`` of gradients and decompresses as many received
+    bytes. ``compression``: the compressed format."""
     return _PASSES[compression] * num_bytes / memory_rate("default", device)
 
 
 class CommunicationTime(NamedTuple):
-    """Seconds of a collective. ``seconds``: time of communication. ``coding_s``: time in which the rank itself
-    compresses and decompresses.
-    """
+    """Seconds of a collective. ``seconds``: time of communication. ``coding_s``: time in which the rank compresses and
+    decompresses."""
 
     seconds: float
     coding_s: float = 0.0
@@ -80,15 +78,13 @@ class Reducer:
 
     def all_reduce(self, num_bytes: float, axes: Axes) -> CommunicationTime:
         """Return the time of an all-reduce of ``num_bytes`` of gradients over the mesh axes ``axes``: seconds of
-        communication, and seconds of compression. The gradients are a bucket (several gradients in one buffer), or the
-        shards of a bucket that are left after a reduce-scatter over other axes.
-        """
+        communication, and seconds of compression. The gradients are either a bucket (several gradients in one buffer)
+        or the shards of a bucket that a reduce-scatter over other axes has left."""
         return self._time_once("all_reduce", num_bytes, axes, lambda: self._find_all_reduce_time(num_bytes, axes))
 
     def all_gather(self, num_bytes: float, axes: Axes) -> CommunicationTime:
-        """Return the time of gathering ``num_bytes`` of updated parameters over the mesh axes ``axes``, in seconds of
-        communication; nothing is compressed.
-        """
+        """Return the time of all-gathering ``num_bytes`` of updated parameters over the mesh axes ``axes``: seconds of
+        communication. Parameters are not compressed."""
         return self._time_once(
             "all_gather",
             num_bytes,
@@ -99,10 +95,9 @@ class Reducer:
     def _time_once(
         self, op: str, num_bytes: float, axes: Axes, find: Callable[[], CommunicationTime]
     ) -> CommunicationTime:
-        """Return the time (seconds of communication and of compression) of a collective that ``find()`` computes, and
-        cache it: ``find`` is called only once for each combination of the other arguments. ``op``: name of the
-        collective. ``num_bytes``: its size. ``axes``: the mesh axes over which it runs.
-        """
+        """Return ``find()``, the time of a collective (seconds of communication and of compression), and cache it by
+        the other arguments. ``op``: name of the collective. ``num_bytes``: its size. ``axes``: the mesh axes over which
+        it runs."""
         key = op, num_bytes, axes
         if key not in self._times:
             self._times[key] = find()
@@ -110,9 +105,8 @@ class Reducer:
 
     def _find_all_reduce_time(self, num_bytes: float, axes: Axes) -> CommunicationTime:
         """Return the time (seconds of communication and of compression) of an all-reduce of ``num_bytes`` over the mesh
-        axes ``axes``. If the scheme is hierarchical, it is a reduce-scatter inside nodes, an all-reduce between them
-        and an all-gather inside.
-        """
+        axes ``axes``. Under a hierarchical scheme, the all-reduce is a reduce-scatter inside nodes, an all-reduce
+        between nodes and an all-gather inside nodes."""
         inner, outer = self._find_level_groups(axes)
         if inner.size > 1 and outer.size > 1:
             inside = collective_time("reduce_scatter", num_bytes, inner) + collective_time(
@@ -131,9 +125,8 @@ class Reducer:
 
     def _compute_all_reduce_time(self, num_bytes: float, group: Group, axes: Sequence[str]) -> CommunicationTime:
         """Return the time (seconds of communication and of compression) of one all-reduce of ``num_bytes`` over
-        ``group``. ``axes``: its mesh axes. With compression it is an exchange of compressed parts and a gather of the
-        compressed sums.
-        """
+        ``group``. ``axes``: mesh axes of the group. With compression, it is an all-to-all of compressed parts and an
+        all-gather of the compressed sums."""
         if self.how.compression is None or group.size == 1 or not {*axes} - _EXACT:
             return CommunicationTime(collective_time("all_reduce", num_bytes, group))
         sent, back = self._compute_exchange_time(num_bytes, group), self._compute_coding_seconds(num_bytes / group.size)
@@ -145,8 +138,7 @@ class Reducer:
     def lost(self, axes: tuple[str, ...]) -> float:
         """Return the bytes of the compression residual (the rounding error that is kept for the next step) per byte of
         gradients that are reduced over ``axes``; 0 if no residual is kept. A rank keeps the errors of the gradients
-        that it sends and of the sums that it sends back.
-        """
+        that it sends and of the sums that it sends back."""
         kind = self.how.compression
         if kind is None or not CODECS[kind].feedback or not {*axes} - _EXACT or self.group(axes).size == 1:
             return 0.0
@@ -157,17 +149,15 @@ class Reducer:
 
     def scatter(self, num_bytes: float, axes: Axes, last: bool) -> CommunicationTime:
         """Return the time (seconds of communication and of compression) of a reduce-scatter of ``num_bytes`` of
-        gradients over the mesh axes ``axes``, over which ZeRO shards the parameters. ``last``: no other data-parallel
-        reduction follows, so the collective crosses the outermost links and compresses if the scheme says so.
-        """
+        gradients over the mesh axes ``axes``, over which ZeRO shards the parameters. ``last``: whether no other
+        data-parallel reduction follows. If so, and if the reduction scheme compresses, the gradients are compressed."""
         op = "scatter_last" if last else "scatter"
         return self._time_once(op, num_bytes, axes, lambda: self._find_scatter_time(num_bytes, axes, last))
 
     def _find_scatter_time(self, num_bytes: float, axes: Axes, last: bool) -> CommunicationTime:
-        """Compute the time (seconds of communication and of compression) of a reduce-scatter of ``num_bytes`` of
-        gradients over the mesh axes ``axes``. ``last``: no other data-parallel reduction follows, so gradients are
-        compressed if the reduction scheme of this object (``self.how``) says so.
-        """
+        """Return the time (seconds of communication and of compression) of a reduce-scatter of ``num_bytes`` of
+        gradients over the mesh axes ``axes``. ``last``: whether no other data-parallel reduction follows. If so, and if
+        the reduction scheme compresses, the gradients are compressed."""
         group = self.group(axes)
         if self.how.compression is None or not last or group.size == 1:
             return CommunicationTime(collective_time("reduce_scatter", num_bytes, group))
@@ -189,22 +179,19 @@ class Reducer:
 
 
 def reducer_of(machine: PlacedMesh, stage: int, how: ReductionScheme) -> Reducer:
-    """Return the object that computes the seconds of gradient collectives of the stage with index ``stage`` under the
-    reduction scheme ``how`` (one collective or a hierarchical reduction, with or without compression). Copies of
-    ``machine`` with the same groups share one object.
-
-    ``machine``: the devices and links that the mesh is laid over.
-    """
+    """Return the :class:`Reducer` that computes the seconds of gradient collectives of the stage with index ``stage``
+    under the reduction scheme ``how`` (one collective or a hierarchical reduction, with or without compression).
+    ``machine``: the devices and links that the mesh is laid over. Copies of ``machine`` with the same groups share one
+    reducer."""
     used = machine.zero, machine.dp_shard, machine.ep, machine.etp, machine.precision
     return machine.compute_once(("reducer", stage, how, *used), lambda: _build_reducer(machine, stage, how))
 
 
 def _build_reducer(machine: PlacedMesh, stage: int, how: ReductionScheme) -> Reducer:
-    """Return a new object that computes the seconds of gradient collectives of the stage with index ``stage`` under the
-    reduction scheme ``how`` (one collective or a hierarchical reduction, with or without compression). Of the stage's
-    device types, the one that compresses most slowly counts. ``machine``: the devices and links that the mesh is laid
-    over.
-    """
+    """Return a new :class:`Reducer` that computes the seconds of gradient collectives of the stage with index ``stage``
+    under the reduction scheme ``how`` (one collective or a hierarchical reduction, with or without compression). If the
+    stage has several device types, the one that compresses most slowly counts. ``machine``: the devices and links that
+    the mesh is laid over."""
     split = replace(machine, dp_shard=how.inside) if how.inside else machine
     device = max(machine.devices_of(stage), key=lambda kind: coding_time("bf16", 1.0, kind))
 
@@ -216,10 +203,10 @@ def _build_reducer(machine: PlacedMesh, stage: int, how: ReductionScheme) -> Red
 
 
 def data_reducers(machines: Sequence[PlacedMesh], zero: int, constraints: Constraints) -> list[Reducer]:
-    """Return objects that compute the seconds of gradient collectives of pipeline stage 0 under ZeRO stage ``zero`` (0
-    to 3): one for each of ``machines`` (placements of a mesh) and each reduction scheme that ``constraints`` allow. In
-    these objects the axis ``dp`` means all ranks with the same weights, that is ``dp`` and ``cp``.
-    """
+    """Return one :class:`Reducer` for each of ``machines`` (placements of a mesh) and each reduction scheme that
+    ``constraints`` allow. The reducers compute the seconds of gradient collectives of pipeline stage 0 under ZeRO stage
+    ``zero`` (0 to 3). For them, the axis ``dp`` means all ranks with the same weights, that is, the ranks of ``dp`` and
+    ``cp``."""
     laid = [replace(machine, zero=zero) for machine in machines]
     return [_over_data(reducer_of(m, 0, how)) for m in laid for how in list_reduction_schemes(m, constraints)]
 
@@ -231,8 +218,8 @@ def _over_data(reducer: Reducer) -> Reducer:
 
 def best_reducers(topology: Topology, group: Group, device: DeviceType, constraints: Constraints) -> list[Reducer]:
     """Return a list with one :class:`Reducer`, which computes lower bounds on the seconds of gradient collectives: each
-    collective is priced as if it ran over ``group``. The bounds hold if no collective of as many ranks on ``topology``
-    is faster than over ``group``.
+    collective is priced as if it ran over ``group``. This is a bound if ``group`` is at least as fast as any group of
+    as many ranks on ``topology``.
 
     The list is empty if gradients may be compressed or reduced hierarchically, because this can be faster. ``device``:
     the type of the devices. ``constraints``: the choices that the user fixed.
@@ -245,8 +232,7 @@ def best_reducers(topology: Topology, group: Group, device: DeviceType, constrai
 def list_reduction_schemes(machine: PlacedMesh, constraints: Constraints) -> list[ReductionScheme]:
     """Return the reduction schemes to choose from, the simplest first. A scheme is one collective or a hierarchical
     reduction, with or without compression. ``machine``: the devices and links that the mesh is laid over.
-    ``constraints``: the choices that the user fixed.
-    """
+    ``constraints``: the choices that the user fixed."""
     compression = constraints.grad_compression
     inside = 0 if machine.zero or not may_be_hierarchical(machine.topology, constraints) else ranks_inside(machine)
     stepped = [ReductionScheme(inside, compression)] if inside else []
@@ -284,11 +270,10 @@ def may_be_hierarchical(topology: Topology, constraints: Constraints) -> bool:
 
 
 def ranks_inside(machine: PlacedMesh) -> int:
-    """Return how many consecutive ranks of ``dp`` form the inner group of a hierarchical reduction: the largest number
-    for which these ranks, with all their ``cp`` ranks, are on one node. 0 if a hierarchical reduction makes no sense,
-    because an inner group would have one rank or all ranks. ``machine``: the devices and links that the mesh is laid
-    over.
-    """
+    """Return the number of consecutive ranks of ``dp`` that form the inner group of a hierarchical reduction: the
+    largest number for which these ranks, with all their ``cp`` ranks, are on one node. Return 0 if an inner group would
+    have one rank or all ranks, so that a hierarchical reduction is useless. ``machine``: the devices and links that the
+    mesh is laid over."""
     sizes = [machine.mesh.get(axis, 1) for axis in AXES]
     nodes = machine.topology.node_of[map_ranks_to_devices(machine.topology, machine.mesh, machine.devices)].reshape(
         sizes
@@ -337,9 +322,9 @@ class GradientReduction:
 
         Reductions overlap with a backward of ``window_s`` seconds, gathers of parameters with a forward of
         ``forward_s`` seconds, and the reduce-scatters of ZeRO-2 with the backwards of all ``microbatches`` but the
-        last. While a collective and computation run at the same time, each takes ``slowdown`` times as long. Reductions
-        that take longer than the window end after it; the last bucket always starts after it. Without ``overlap``
-        everything is added.
+        last. While a collective and computation run at the same time, each takes ``slowdown`` times as long. The last
+        bucket always starts after the backward, and reductions that take longer than the backward end after it. If
+        ``overlap`` is false, all seconds are added.
         """
         return float(exposed_seconds(self.seconds, window_s, slowdown, forward_s, overlap, microbatches))
 
@@ -350,14 +335,14 @@ Seconds = float | NDArray[np.float64]
 def exposed_seconds(
     works: Sequence[Seconds], window_s: Seconds, slowdown: float, forward_s: Seconds, overlap: bool, microbatches: int
 ) -> Any:
-    """Return the seconds that gradient reductions add to a step, for many reductions at once; the result has the shape
+    """Return the seconds that gradient reductions add to a step, for many reductions at once. The result has the shape
     of the arrays.
 
     ``works``: six numbers or arrays of seconds, in this order: all reductions, the last bucket (gradients that one
     collective reduces), gathers of parameters, reduce-scatters per further microbatch, compression, compression per
     further microbatch. ``window_s``: seconds of computation that can hide reductions. ``forward_s``: seconds of the
-    forward, which hides gathers. ``slowdown``: factor on the time of computation and of a collective while both run.
-    ``overlap``: whether they run at the same time at all. ``microbatches``: number of them in a step.
+    forward, which hides gathers. ``overlap``: whether computation and collectives run at the same time. ``slowdown``:
+    factor on the time of both while both run. ``microbatches``: number of microbatches in a step.
     """
     total, last, gather, again, coding, coding_again = works
     coding = coding + (microbatches - 1) * coding_again
@@ -375,10 +360,10 @@ def by_owner(work: GradientReduction, tensors: Mapping[tuple[str, ...], int], re
     """Return a copy of ``work``, the seconds of a stage's gradient reduction, for a ZeRO-1 that keeps each parameter
     whole on one rank, its owner, instead of sharding it. The copy has more latency.
 
-    Gradients are reduced to their owners, and each owner broadcasts its updated parameters. The bytes are those of a
-    ring, but each owner needs a message of its own (InternEvo, ``hybrid_zero_optim.py``: ``dist.reduce`` and
-    ``dist.broadcast``). ``tensors``: mesh axes over which parameters are distributed -> number of parameters.
-    ``reducer``: computes the seconds of single collectives.
+    Gradients are reduced to their owners, and each owner broadcasts its updated parameters. The number of bytes is the
+    same as with sharding, but each owner needs a message of its own (InternEvo, ``hybrid_zero_optim.py``:
+    ``dist.reduce`` and ``dist.broadcast``). ``tensors``: mesh axes over which parameters are distributed -> number of
+    parameters. ``reducer``: computes the seconds of single collectives.
     """
     groups = [(reducer.group(axes), count) for axes, count in tensors.items()]
     starts = sum(min(group.size, count) * group.one_way_start for group, count in groups)
@@ -399,7 +384,7 @@ def compute_gradient_reduction(
     over the same mesh axes are put into common buckets (sets that one collective reduces). ``reducer``: computes the
     seconds of single collectives.
 
-    With ``overlap`` the buckets are small, so that the first ones are sent during the backward. Without, each
+    If ``overlap``, the buckets are small, so that the first ones are sent during the backward; otherwise each
     combination of axes has one bucket. Under ZeRO-1 and ZeRO-2 the reduction is a reduce-scatter and, in the next step,
     an all-gather. Under ZeRO-3 both are part of the block calls (such as layers) and not counted here. The shards that
     a reduce-scatter leaves are all-reduced over the remaining axes (replicas, ``tp``).
@@ -416,8 +401,7 @@ def compute_gradient_reduction(
 def reduced_sizes(cost: StateCost) -> Sizes:
     """Return the bytes that the gradient reduction moves for one parameter or buffer, by collective: (name of the
     collective, its mesh axes, ZeRO stage, axes of an earlier reduce-scatter) -> bytes. Gathers of the updated parameter
-    are included. Empty if there is no gradient. ``cost``: the cost of the parameter or buffer.
-    """
+    are included. The dict is empty if there is no gradient. ``cost``: the cost of the parameter or buffer."""
     sizes: Sizes = {}
     if cost.gradient and cost.scatter_axes and cost.stage < 3:
         sizes["reduce_scatter", cost.scatter_axes, cost.stage, ()] = cost.gradient
@@ -429,9 +413,8 @@ def reduced_sizes(cost: StateCost) -> Sizes:
 
 def last_levels(cost: StateCost) -> dict[tuple[str, ...], bool]:
     """Return a dict with one entry: the mesh axes of the reduce-scatter of a parameter's gradient -> whether no other
-    data-parallel reduction of the gradient follows. Empty if ZeRO does not scatter the gradient at the end of a step,
-    as under ZeRO-3. ``cost``: the cost of the parameter.
-    """
+    data-parallel reduction of the gradient follows. The dict is empty if ZeRO does not scatter the gradient at the end
+    of a step, as under ZeRO-3. ``cost``: the cost of the parameter."""
     scattered = cost.gradient and cost.scatter_axes and cost.stage < 3
     return {cost.scatter_axes: not any(axis != "tp" for axis in cost.rest_axes)} if scattered else {}
 
@@ -444,8 +427,8 @@ def reduction_of(
 
     ``sizes``: the bytes that each collective moves; a key is (name of the collective, its mesh axes, ZeRO stage, axes
     of an earlier reduce-scatter). ``last_level``: axes of a reduce-scatter -> whether no other data-parallel reduction
-    follows. ``overlap``: gradients are divided into small buckets (gradients that one collective reduces), so that most
-    of them are reduced during the backward. ``reducer``: computes the seconds of single collectives.
+    follows. ``overlap``: whether gradients are divided into small buckets (gradients that one collective reduces), so
+    that most of them are reduced during the backward. ``reducer``: computes the seconds of single collectives.
     """
     by_axes: dict[tuple[str, ...], float] = {}
     last = gathered = again = coding = coding_again = 0.0

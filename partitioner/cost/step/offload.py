@@ -33,10 +33,10 @@ def add_offload_transfers(
     states: Mapping[str, StateCost],
     train: bool,
 ) -> tuple[tuple[StageCall, ...], tuple[Pace, ...]]:
-    """Return ``calls`` (block calls, such as layers) and ``paces`` (for each stage, the costs of these calls on its
-    devices) with the time and bytes of transfers to and from host memory added.
+    """Return ``calls`` and ``paces`` with the time and bytes of transfers to and from host memory added. ``calls``:
+    block calls, such as layers. ``paces``: for each stage, the costs of these calls on its devices.
 
-    ``hosts``: for each stage, the part of a host's memory and bandwidth that one rank has. ``offload``: the kinds of
+    ``hosts``: for each stage, the share of a host's memory and bandwidth that one rank has. ``offload``: the kinds of
     data in host memory, such as ``"activations"``. ``states``: cost of each parameter and buffer by name. ``train``:
     whether there is a backward.
     """
@@ -60,9 +60,8 @@ def _offload_call_costs(
     train: bool,
 ) -> list[CallCost]:
     """Return ``costs``, one for each of the block calls (such as layers) ``calls``, with the transfers to and from host
-    memory added. ``host``: the part of a host that a rank has. ``offload``: the kinds of data in host memory.
-    ``states``: cost of each parameter and buffer by name. ``train``: whether there is a backward.
-    """
+    memory added. ``host``: the share of a host that a rank has. ``offload``: the kinds of data in host memory.
+    ``states``: cost of each parameter and buffer by name. ``train``: whether there is a backward."""
     reads = Counter(name for call in calls for name in set(call.inputs))
     made: dict[tuple[object, ...], CallCost] = {}  # equal calls share one object
     result: list[CallCost] = []
@@ -95,11 +94,11 @@ def _add_call_transfers(
     While this call runs forward, the activations of the previous call are sent to the host; while it runs backward,
     they are fetched.
 
-    ``host``: the part of a host that a rank has. ``passing``: bytes of parameters that come from the host for each
-    call. ``whole``: bytes that these occupy on the device while the call runs. ``once``: for each input of the call,
-    whether no other call reads it; such an input is offloaded like the saved activations if backward needs it.
-    ``None``: no activations are offloaded. ``sent``: bytes of offloaded activations of the call before, without and
-    with selective recomputation.
+    ``host``: the share of a host that a rank has. ``passing``: bytes of parameters that are copied from the host for
+    each call. ``whole``: bytes that these parameters occupy on the device while the call runs. ``once``: for each input
+    of the call, whether no other call reads it; such an input is offloaded like the saved activations if backward needs
+    it. If ``once`` is ``None``, no activations are offloaded. ``sent``: bytes of offloaded activations of the previous
+    call, without and with selective recomputation.
     """
     if once is None:
         kept, inputs = 0.0, cost.saved_inputs
@@ -125,27 +124,25 @@ def _add_call_transfers(
 
 
 def update_seconds(costs: Sequence[StateCost], host: HostShare) -> float:
-    """Return the seconds of the optimizer's step on the host, over those parameters in ``costs`` that have their
-    optimizer states in host memory. If the states are on disk, reading and writing them overlaps with the step, and the
-    longer of both counts. ``host``: the part of a host's memory and bandwidth that a rank has.
-    """
+    """Return the seconds of the optimizer's step on the host, over the parameters in ``costs`` whose optimizer states
+    are in host memory. If the states are on disk, reading and writing them overlaps with the step, and the longer of
+    both counts. ``host``: the share of a host's memory and bandwidth that a rank has."""
     stepped = sum(cost.update for cost in costs if cost.hosted) / host.update_bandwidth
     return max(stepped, disk_seconds(costs, host))
 
 
 def disk_seconds(costs: Sequence[StateCost], host: HostShare) -> float:
     """Return the seconds of reading and writing the optimizer states in ``costs`` that are on disk, for one optimizer
-    step. ``host``: the part of a host that a rank has.
-    """
+    step. ``host``: the share of a host that a rank has."""
     return sum(cost.disk_traffic for cost in costs) / host.disk_bandwidth
 
 
 def exchanged_seconds(costs: Sequence[StateCost], host: HostShare, forward_s: float, backward_s: float) -> float:
-    """Return the seconds by which a step is longer because gradients are sent to the host and updated parameters are
-    sent back. Transfers that computation hides do not count: the backward of one microbatch hides the transfer of all
-    gradients but the last bucket (gradients that are sent together), and the forward hides the transfer of parameters.
+    """Return the seconds that the transfers of gradients to the host and of updated parameters back add to a step.
+    Transfers that computation hides do not count: the backward of one microbatch hides the transfer of all gradients
+    but the last bucket (gradients that are sent together), and the forward hides the transfer of parameters.
 
-    ``costs``: the costs of the parameters of a rank. ``host``: the part of a host's memory and bandwidth that the rank
+    ``costs``: the costs of the parameters of a rank. ``host``: the share of a host's memory and bandwidth that the rank
     has. ``forward_s``, ``backward_s``: seconds of the forward and of the backward of one microbatch.
     """
     hosted = [cost for cost in costs if cost.hosted and cost.gradient]
@@ -177,9 +174,8 @@ def check_disks(topology: Topology, devices: Sequence[int], per_rank: Sequence[f
 
 
 def _on_nodes(topology: Topology, devices: Sequence[int], per_rank: Sequence[float]) -> dict[int, list[float]]:
-    """Group ``per_rank`` (a number of bytes for each rank) by node: return index of the node -> the numbers of its
-    ranks. ``devices``: for each rank, the index of its device in ``topology``.
-    """
+    """Group ``per_rank``, a number of bytes for each rank, by node. Return index of the node -> the numbers of bytes of
+    its ranks. ``devices``: for each rank, the index of its device in ``topology``."""
     sizes: dict[int, list[float]] = {}
     for device, size in zip(devices, per_rank, strict=True):
         sizes.setdefault(topology.devices[device].node, []).append(size)
@@ -187,10 +183,9 @@ def _on_nodes(topology: Topology, devices: Sequence[int], per_rank: Sequence[flo
 
 
 def _check_room(has: str, room: float, sizes: Sequence[float]) -> None:
-    """Raise :class:`CapacityError` if the sum of ``sizes`` (bytes of offloaded data of each rank of a host) exceeds
-    ``room``, the bytes of the host's memory or disk. ``has``: start of the error message, which names the memory or
-    disk and its size.
-    """
+    """Raise :class:`CapacityError` if the sum of ``sizes`` exceeds ``room``. ``sizes``: bytes of offloaded data of each
+    rank of a host. ``room``: bytes of the host's memory or disk. ``has``: start of the error message, which names the
+    memory or disk and its size."""
     if (size := sum(sizes)) > room:
         raise CapacityError(
             f"{has}, but {bytes_text(size)} are offloaded to it: {bytes_text(size - room)} too much",

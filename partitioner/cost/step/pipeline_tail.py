@@ -2,9 +2,9 @@
 consecutive block calls (such as layers) that may be a stage.
 
 No bound exceeds the time that :func:`partitioner.cost.step.estimate.estimate_step` counts for stages of these calls.
-With one stage on each rank the bound is close to the estimate, except that it ignores host memory and shared cores.
-If the collectives at the ends of a step are simulated with the schedule, it counts only the update of one stage; the
-collectives are part of the problem of cutting the calls (``bound_stage_ends``).
+With one stage on each rank the bound is close to the estimate, except that it ignores host memory and shared cores. If
+the collectives at the ends of a step are simulated together with the schedule, the bound counts only the update of one
+stage; the collectives are then part of the problem of cutting the calls (``bound_stage_ends``).
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def run_tails(
     end of the step. The entry ``[start, stop]`` is for a stage that consists of the block calls ``start:stop`` (such as
     layers).
 
-    An entry is infinite if a step with this stage takes more than ``within_s`` seconds in any case, or if the other
-    calls cannot be divided over the other stages. ``states``: the cost of each parameter and buffer by name. ``ranks``:
-    the pipeline rank of each stage if ranks hold several (virtual) stages; otherwise empty. ``machine``: the devices
-    and links that the mesh is laid over. ``constraints``: the choices that the user fixed.
+    An entry is infinite if every step with this stage takes more than ``within_s`` seconds, or if the other calls
+    cannot be divided over the other stages. ``states``: the cost of each parameter and buffer by name. ``ranks``: the
+    pipeline rank of each stage if ranks hold several (virtual) stages; otherwise empty. ``machine``: the devices and
+    links that the mesh is laid over. ``constraints``: the choices that the user fixed.
     """
     tables = StageTables(problem)
     stages, m = range(problem.num_stages), problem.num_microbatches
@@ -107,8 +107,8 @@ def bound_reduction_delays(
     problem: StageProblem, states: Mapping[str, StateCost], machine: PlacedMesh, constraints: Constraints
 ) -> list[StageDelays]:
     """Return, for each stage of ``problem``, lower bounds on the seconds by which gradient reductions delay the end of
-    the step. For the first stage, the seconds by which gathers of parameters delay its first forward are added to those
-    of the whole reduction. Each rank must have one stage.
+    the step. For the first stage, the seconds by which gathers of parameters delay its first forward are added to the
+    field ``whole``. Each rank must have one stage.
 
     ``states``: the cost of each parameter and buffer by name. ``machine``: the devices and links that the mesh is laid
     over. ``constraints``: the choices that the user fixed.
@@ -127,10 +127,10 @@ def bound_stage_ends(
     constraints: Constraints,
     ranks: Sequence[int],
 ) -> tuple[StageEnds, ...]:
-    """Return lower bounds on the seconds of gathering the updated parameters and of reducing the gradients of each
-    block call (such as a layer), for each virtual stage of ``problem``. Start-up times, and weights that several calls
-    read, are not counted. The result is empty if these collectives are priced in another way, as with one stage on each
-    rank.
+    """Return, for each virtual stage of ``problem``, lower bounds on two times of each block call (such as a layer):
+    the seconds of gathering its updated parameters and the seconds of reducing its gradients. Start-up times, and
+    weights that several calls read, are not counted. The result is empty unless these collectives are priced by
+    simulating the schedule with them (:func:`is_priced_by_rank_ends`).
 
     ``states``: the cost of each parameter and buffer by name. ``ranks``: the pipeline rank of each virtual stage.
     ``machine``: the devices and links that the mesh is laid over. ``constraints``: the choices that the user fixed.
@@ -170,7 +170,7 @@ def is_priced_by_rank_ends(problem: StageProblem, machine: PlacedMesh) -> bool:
 
 
 def _bound_seconds_per_byte(key: CollectiveKey, reducer: Reducer, levels: Mapping[tuple[str, ...], bool]) -> float:
-    """Return the seconds that each further byte of a collective takes. ``key``: (name of the collective, its mesh axes,
+    """Return the seconds that each further byte adds to a collective. ``key``: (name of the collective, its mesh axes,
     ZeRO stage, axes of an earlier reduce-scatter). ``reducer``: computes the seconds of collectives. ``levels``: axes
     of a reduce-scatter -> whether no other data-parallel reduction follows."""
     op, axes, *_ = key
@@ -187,10 +187,9 @@ def _bound_seconds_per_byte(key: CollectiveKey, reducer: Reducer, levels: Mappin
 
 
 def tied_seconds(cost: StateCost, count: int, machine: PlacedMesh) -> float:
-    """Return the seconds of adding up the gradient of a tied weight (one that several stages read) over the ``count``
-    ranks of a pipeline that hold it; 0 for one rank. ``cost``: the cost of the weight. ``machine``: the devices and
-    links that the mesh is laid over.
-    """
+    """Return the seconds of all-reducing the gradient of a tied weight (one that several stages read) over the
+    ``count`` ranks of a pipeline that hold it; 0 for one rank. ``cost``: the cost of the weight. ``machine``: the
+    devices and links that the mesh is laid over."""
     if count < 2 or not cost.gradient:
         return 0.0
     whole = machine.group("pp")
@@ -204,8 +203,8 @@ def _least_tied(
     seconds: Sequence[Table],
     ranks: Sequence[int],
 ) -> float:
-    """Return a lower bound in seconds on summing the gradients of tied weights, which several block calls (such as
-    layers) read, over the ranks that hold them. Each weight is assumed to be on as few ranks as any way to cut the
+    """Return a lower bound in seconds on all-reducing the gradients of tied weights, which several block calls (such as
+    layers) read, over the ranks that hold them. Each weight is assumed to be on the fewest ranks that any cut of the
     model into stages allows.
 
     ``states``: the cost of each parameter and buffer by name. ``seconds``: for each stage, a table whose entry
@@ -260,9 +259,9 @@ def _get_update_seconds(cost: StateCost) -> float:
 
 def _compute_backward_windows(tables: StageTables, stage: int, times: Table) -> Table:
     """Return a table whose entry ``[start, stop]`` is the seconds of one backward, with recomputation, of the block
-    calls ``start:stop`` (such as layers) on the stage with index ``stage``. ``times``: a table with the same indices,
-    which has the seconds of one microbatch, forward and backward; where it is infinite, the result is infinite.
-    ``tables``: seconds and bytes of all sequences of consecutive calls."""
+    calls ``start:stop`` (such as layers) on the stage with index ``stage``. ``times``: a table with the same indices:
+    the seconds of one microbatch, forward and backward. The result is infinite where ``times`` is. ``tables``: seconds
+    and bytes of all sequences of consecutive calls."""
     forward, _ = tables.seconds(stage)
     before, after = tables.transfers(stage)
     overhead = tables.problem.pace(stage).overhead.forward_total_s
@@ -301,8 +300,11 @@ class _ReductionTails:
         self._delays: dict[Hashable, Delays] = {}
 
     def delays_of_stage(self, stage: int, windows: Table, ahead: NDArray[np.float64]) -> StageDelays:
-        """Return lower bounds on the seconds by which gradient reductions delay the end of the step. The arguments are
-        those of :meth:`of_stage`."""
+        """Return lower bounds on the seconds by which gradient reductions of the stage with index ``stage`` delay the
+        end of the step, as tables whose entry ``[start, stop]`` is for the block calls ``start:stop`` (such as layers).
+        ``windows``: a table of the seconds of one backward of the calls; infinite if the stage may not consist of them.
+        ``ahead``: for each possible ``start``, the most seconds of one backward on all stages in front, which hide
+        reductions."""
         start, stop = np.nonzero(np.isfinite(windows))
         whole, longer = np.maximum(0.0, self.of_stage(stage, windows, ahead)), np.zeros_like(windows)
         if self._is_simulated(start):
@@ -310,8 +312,9 @@ class _ReductionTails:
         return StageDelays(whole, longer)
 
     def _is_simulated(self, starts: Counts) -> bool:
-        """Return whether the reductions of stages that begin with the calls ``starts`` are simulated bucket by bucket
-        (a bucket: gradients that one collective reduces)."""
+        """Return whether the reductions of stages are simulated bucket by bucket (a bucket: gradients that one
+        collective reduces) instead of computed by a formula. This requires that collectives overlap with computation
+        and that there are few stages. ``starts``: the first block call (such as a layer) of each possible stage."""
         return bool(self.keys) and self.machine.profile.overlap and 0 < len(starts) <= _MOST_FOLLOWED
 
     def of_stage(self, stage: int, windows: Table, ahead: NDArray[np.float64]) -> Table:
@@ -358,13 +361,13 @@ class _ReductionTails:
         return waits
 
     def _compute_reduction_delays(self, stage: int, starts: Counts, stops: Counts) -> list[Delays]:
-        """Return the seconds by which gradient reductions delay the end of the step at least, whatever the reduction
-        scheme: one result for each pair of ``starts`` and ``stops``, for a stage of the block calls ``start:stop``
-        (such as layers). ``stage``: index of the stage.
+        """Return lower bounds, over all reduction schemes, on the seconds by which gradient reductions of the stage
+        with index ``stage`` delay the end of the step. There is one result for each pair of ``starts`` and ``stops``;
+        the stage then consists of the block calls ``start:stop`` (such as layers).
 
         The reductions are simulated bucket by bucket (a bucket: gradients that one collective reduces). On stage 0, the
-        seconds by which gathers of updated parameters delay the first forward are added. Results are cached: calls with
-        equal costs share one, and so do stages with equal groups and devices.
+        seconds by which gathers of updated parameters delay the first forward are added. Results are cached by the
+        costs of the calls and by the groups and devices of the stage.
         """
         alike, delays = self._number_equal_calls(stage), list[Delays]()
         for plan in stage_plans(self.tables, np.full_like(starts, stage), starts, stops):
@@ -376,12 +379,13 @@ class _ReductionTails:
         return delays
 
     def _compute_reduction_delay(self, stage: int, plan: StagePlan) -> Delays:
-        """Return the seconds by which the gradient reductions of one stage delay the end of the step, each under the
-        reduction scheme with the least. ``stage``: index of the stage; for index 0 the delay of the first forward by
-        gathers of parameters is added. ``plan``: the block calls (such as layers) that the stage has.
+        """Return lower bounds on the seconds by which the gradient reductions of one stage delay the end of the step:
+        each of the two numbers is the least over all reduction schemes. ``stage``: index of the stage. On stage 0, the
+        seconds by which gathers of parameters delay the first forward are added to ``whole_s``. ``plan``: the block
+        calls (such as layers) of the stage.
 
-        A stage that shares a parameter with other calls may reduce the gradient of this parameter only after its last
-        backward, which it then does not lengthen.
+        If the stage shares a parameter with other calls, the gradient of this parameter may be reduced only after the
+        last backward, which the reduction then does not lengthen.
         """
         problem, (first, halves, slowdown, _) = self.tables.problem, self._describe_stage(stage)
         calls = problem.calls[plan.start : plan.stop]
@@ -395,12 +399,10 @@ class _ReductionTails:
         return Delays(longer_s, whole_s)
 
     def _describe_stage(self, stage: int) -> tuple[bool, bool, float, tuple[object, ...]]:
-        """Return a key for a cache: the properties of a stage, other than its block calls (such as layers), that
-        influence the delay by gradient reductions. ``stage``: index of the stage.
-
-        The key has four entries: whether it is the first stage, whether it runs its backwards in two halves (for
-        inputs, for weights), the slowdown of computation beside collectives, and its devices and groups of ranks.
-        """
+        """Return a cache key with the properties of the stage with index ``stage`` that influence the delay by gradient
+        reductions, apart from its block calls (such as layers). It has four entries: whether it is the first stage;
+        whether it runs its backwards in two halves (for inputs, for weights); the slowdown of computation while
+        collectives run; and its devices and groups of ranks."""
         if stage not in self._described:
             reducers = self._reducers_of(stage)
             groups = [reducer.group(axes) for reducer in reducers for axes in self._axes]
@@ -411,10 +413,9 @@ class _ReductionTails:
         return self._described[stage]
 
     def _number_equal_calls(self, stage: int) -> tuple[int, ...]:
-        """Return one number for each block call (such as a layer). Calls get the same number if they have equal seconds
+        """Return one number for each block call (such as a layer). Calls get the same number if they have equal costs
         on the stage with index ``stage`` and equal parameters and buffers. A call that shares a parameter or buffer
-        with another call has a number of its own.
-        """
+        with another call has a number of its own."""
         pace = self.tables.pace_number(stage)
         if pace not in self._equal_calls:
             calls, costs = self.tables.problem.calls, self.tables.problem.pace(stage).costs
@@ -460,8 +461,8 @@ class _ReductionTails:
     def _compute_reduction_seconds(self, sizes: Sequence[float], reducer: Reducer) -> tuple[float, ...]:
         """Return six durations in seconds of a gradient reduction: all reductions, the last bucket (gradients that one
         collective reduces), gathers of parameters, reduce-scatters per further microbatch, compression, compression per
-        further microbatch. ``sizes``: the bytes that each collective of the reduction moves, in the order in which this
-        object lists the collectives. ``reducer``: computes the seconds of single collectives."""
+        further microbatch. ``sizes``: the bytes that each collective moves, in the order of ``self.keys``. ``reducer``:
+        computes the seconds of single collectives."""
         held: Sizes = {key: size for key, size in zip(self.keys, sizes, strict=True) if size}
         groups = tuple(reducer.group(axes) for _, axes, _, _ in self.keys)
         known = *sizes, reducer.how, SameObject(reducer.device), groups

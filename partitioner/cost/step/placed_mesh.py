@@ -102,10 +102,9 @@ class PlacedMesh:
     memo: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)  # shared by copies
 
     def compute_once(self, key: Hashable, find: Callable[[], Found]) -> Found:
-        """Return the result of ``find()``, and cache it under ``key``. The cache is shared with all copies that
-        ``dataclasses.replace`` makes of this mesh, so ``key`` must contain every field that the result depends on and
-        that copies may change.
-        """
+        """Return the result of ``find()``, and cache it under ``key``. All copies that ``dataclasses.replace`` makes of
+        this mesh share the cache. ``key`` must therefore contain every field that the result depends on and that may
+        differ between copies."""
         if key not in self.memo:
             self.memo[key] = find()
         found: Found = self.memo[key]
@@ -148,8 +147,9 @@ class PlacedMesh:
         """Return, for each pipeline stage, the slowest of the communication groups that its ranks form along the axes
         ``axes`` of ``grid``. ``grid``: axis -> size, outermost first; the sizes multiply to the number of ranks.
 
-        Inside a stage, adjacent axes that are all in ``axes``, or all not, are joined to one. If more than three are
-        left, the group of all ranks of the stage is returned instead; it contains each group along ``axes``.
+        Inside a stage, adjacent axes that are all in ``axes``, or all not in ``axes``, are joined to one axis. If more
+        than three axes are left, the group of all ranks of the stage is returned instead; it contains each group along
+        ``axes``.
         """
         runs: list[tuple[bool, int]] = []  # neighbouring axes that are all in axes, or all not, are merged into one
         for axis, size in grid.items():
@@ -175,8 +175,8 @@ class PlacedMesh:
         self, mesh: Mapping[str, int], axes: tuple[str, ...], ring: bool = False
     ) -> tuple[Group, ...]:
         """Return, for each pipeline stage, the slowest of the groups that its ranks form along ``axes`` of ``mesh``.
-        ``mesh``: axis -> number of ranks. ``ring``: compute also the links of messages that each rank of a group sends
-        to the next one, around a ring."""
+        ``mesh``: axis -> number of ranks. ``ring``: whether to compute also the links over which each rank of a group
+        sends to the next one in a ring."""
 
         def find() -> tuple[Group, ...]:
             if self.nested and is_nested([mesh.get(axis, 1) for axis in reversed(AXES)], self.nested):
@@ -201,12 +201,12 @@ class PlacedMesh:
         return hybrid_mesh({**self.mesh, "ep": self.ep}, self.etp, self.dp_shard)
 
     def hybrid_grid(self, experts: bool) -> dict[str, int]:
-        """Return a second mesh of this mesh's ranks for hybrid sharding: axis -> size, outermost first. In it, two axes
-        replace ``dp``: ``dp_shard`` has the ranks that shard a parameter together, ``dp_replicate`` the ranks that hold
-        the same shard of it.
+        """Return a second mesh of this mesh's ranks for hybrid sharding: axis -> size, outermost first. In this second
+        mesh, two axes replace ``dp``: ``dp_shard`` has the ranks that shard a parameter together, ``dp_replicate`` the
+        ranks that hold the same shard of it.
 
-        ``experts``: return the mesh for parameters of experts instead. It has the axes ``ep`` and ``etp`` (ranks over
-        which one expert is sharded), and ``edp_shard`` and ``edp_replicate`` in place of ``dp_shard`` and
+        ``experts``: whether to return the mesh for parameters of experts instead. It has the axes ``ep`` and ``etp``
+        (ranks over which one expert is sharded), and ``edp_shard`` and ``edp_replicate`` in place of ``dp_shard`` and
         ``dp_replicate``.
         """
         parts, mesh, pp = self.hybrid_mesh, self.mesh, {"pp": self.mesh.get("pp", 1)}
@@ -242,10 +242,9 @@ class PlacedMesh:
 
     @property
     def spread(self) -> Spread:
-        """Return how expert parallelism and ZeRO-3 distribute block calls (such as layers) over ranks: the groups of
-        ranks that share experts and that shard weights, and their sizes. Each communication group in the result is the
-        slowest of all pipeline stages.
-        """
+        """Return how expert parallelism and ZeRO-3 distribute block calls (such as layers) over the ranks of this mesh:
+        the groups of ranks that share experts and that shard weights, and their sizes. Each group is the slowest over
+        all pipeline stages."""
         used = (
             self.ep,
             self.etp,
@@ -282,17 +281,15 @@ class PlacedMesh:
     @property
     def sharded(self) -> Sharded:
         """Return how parameters, gradients and optimizer states are sharded in addition to ``tp``: the ZeRO stage, the
-        number of ranks that it shards over, and the fraction of the experts' weights that a rank holds.
-        """
+        number of ranks over which ZeRO shards, and the fraction of the experts' weights that a rank holds."""
         held = self.spread.of_experts
         sharers = self.hybrid_mesh["edp_shard"]
         return Sharded(self.zero, self.replicas, held, sharers, self.by_rows, self.hybrid)
 
     def scattering(self, num_microbatches: int) -> Scattering:
-        """Return the bytes that a rank holds temporarily under ZeRO-1 and ZeRO-2 in gradient buckets, buffers that
-        collect gradients before they are scattered to the ranks that own the shards. ``num_microbatches``: number of
-        microbatches of a step.
-        """
+        """Return the bytes of gradient buckets that a rank holds temporarily under ZeRO-1 and ZeRO-2. A bucket is a
+        buffer that collects gradients before they are reduce-scattered. ``num_microbatches``: number of microbatches of
+        a step."""
         all_of_them = self.gradient_bytes / (self.mesh.get("tp", 1) * self.mesh.get("pp", 1))
         ranks = self.mesh.get("dp", 1) * self.mesh.get("cp", 1)
         bucket = min(float(bucket_limit(ranks)), all_of_them)
@@ -310,21 +307,19 @@ class PlacedMesh:
 
     @property
     def capacity(self) -> tuple[int, ...]:
-        """Return the usable bytes of a rank, for each pipeline stage. The smallest device of a stage counts."""
+        """Return, for each pipeline stage, the usable bytes of a rank on the smallest device of the stage."""
         whole = self.compute_once("capacity", lambda: stage_capacity(self.topology, self.mesh, self.devices))
         return tuple(max(0, room - self.reserve) for room in whole) if self.reserve else whole
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """Return the link from each stage to the next, ``pp - 1`` entries. Each is the slowest link between ranks of
-        the two stages.
-        """
+        """Return the link from each stage to the next, ``pp - 1`` entries. Each entry is the slowest link between ranks
+        of the two stages."""
         return self.compute_once("links", lambda: stage_links(self.topology, self.mesh, self.devices))
 
     def link(self, stage: int, other: int) -> Link:
-        """Return the slowest link between the ranks of two stages. If both are one stage, nothing is sent, and the
-        result is a link that takes no time. ``stage``, ``other``: indices of pipeline stages.
-        """
+        """Return the slowest link between the ranks of two pipeline stages, given by their indices ``stage`` and
+        ``other``. If the indices are equal, nothing is sent, and the result is a link that takes no time."""
         if stage == other:
             return HERE
         return self.compute_once(
@@ -358,16 +353,14 @@ class PlacedMesh:
     @property
     def pipelines(self) -> tuple[tuple[Seats, ...], ...]:
         """Return, for each rank of ``dp``, a tuple with one entry per stage: the distinct profiles (device type, speed
-        factor, groups) of the ranks of this replica on this stage. Replicas do not wait for each other inside the
-        pipeline, so each has its own groups. Equal tuples are one object.
-        """
+        factor, groups) of the ranks of this replica on this stage. Each replica has its own groups, because replicas do
+        not wait for each other inside the pipeline. Equal tuples are one object."""
         return self.compute_once(("pipelines", self.ep, self.expert_tp), self._build_pipeline_profiles)
 
     @property
     def distinct_pipelines(self) -> tuple[tuple[Seats, ...], ...]:
-        """Return the distinct pipelines among the ranks of ``dp``, in the order of the first rank that has them. A
-        pipeline is a tuple with the distinct rank profiles (device type, speed factor, groups) of each stage.
-        """
+        """Return the distinct tuples of ``pipelines``, in the order of the first rank of ``dp`` that has each. A tuple
+        has the distinct rank profiles (device type, speed factor, groups) of each stage."""
         if self.has_equal_replicas:
             return (self.seats,)
         key = "distinct pipelines", self.ep, self.expert_tp
@@ -415,15 +408,13 @@ class PlacedMesh:
         return [self.topology.paced_type(seat.kind, seat.speed) for seat in self.seats[stage]]
 
     def host(self, stage: int) -> HostShare | None:
-        """Return the part of a host's memory and bandwidth that every rank of the stage with index ``stage`` has at
-        least: over its ranks, the smallest memory and bandwidths and the longest latency. ``None`` if the topology does
-        not describe the host of one of these ranks.
-        """
+        """Return the share of a host's memory and bandwidth that every rank of the stage with index ``stage`` has at
+        least: the smallest memory and bandwidths and the longest latency of its ranks. Return ``None`` if the topology
+        does not describe the host of one of these ranks."""
 
         def find() -> tuple[HostShare | None, ...]:
-            """Return, for each pipeline stage, the least part of a host's memory and bandwidth that one of its ranks
-            has; ``None`` for a stage with a host that the topology does not describe.
-            """
+            """Return, for each pipeline stage, the share of a host that each of its ranks has at least; ``None`` for a
+            stage with a host that the topology does not describe."""
             shares = self.topology.host_shares
             if len(self.topology.different_host_shares) == 1:
                 return (shares[0],) * self.mesh.get("pp", 1)

@@ -29,8 +29,8 @@ class CallCostCache:
     ``blocks``: block name -> its graph for one rank. ``topology``: the cluster. ``train``: whether calls have a
     backward. ``again``: function that selects the nodes which selective recomputation runs a second time. ``works``:
     for each block object, the object that computes its costs; several caches may share this dict. ``pieces``: block
-    name -> into how many pieces its collectives are cut to overlap with matrix products; ``None``: as many as the
-    training framework uses, by its execution profile.
+    name -> the numbers of pieces into which its collectives are cut to overlap with matrix products; ``None``: the
+    numbers that the training framework uses according to its execution profile.
     """
 
     blocks: Mapping[str, Block]
@@ -64,8 +64,8 @@ class CallCostCache:
         return {name: self.works[SameObject(block)] for name, block in self.blocks.items()}
 
     def _get_paced_device(self, kind: str, speed: float) -> DeviceType:
-        """Return the device type ``kind`` with its rates scaled by ``speed``. Equal arguments give one object, because
-        kernel times are cached by the object."""
+        """Return the device type ``kind`` with its rates scaled by ``speed``. Equal arguments return the same object,
+        because kernel times are cached by identity of the device type."""
         if (kind, speed) not in self._devices:
             self._devices[kind, speed] = self.topology.paced_type(kind, speed)
         return self._devices[kind, speed]
@@ -91,10 +91,8 @@ class CallCostCache:
     def of_stage(self, seats: tuple[RankProfile, ...], spread: Spread = NO_SPREAD) -> Costs:
         """Return the costs of one call of each block (such as a layer), by block name, on a stage whose ranks have the
         profiles ``seats`` (device type, speed, groups). The slowest rank counts, since ranks wait for each other in
-        collectives. Equal arguments give one dict.
-
-        ``spread``: how expert parallelism and ZeRO-3 distribute the calls over ranks.
-        """
+        collectives. ``spread``: how expert parallelism and ZeRO-3 distribute the calls over ranks. Equal arguments
+        return the same dict object."""
         key = seats, spread
         if key not in self._of_stage:
             costs = [self.at(seat, spread) for seat in seats]
@@ -111,9 +109,9 @@ class CallCostCache:
         return tuple(found[id(seats)] for seats in machine.seats)
 
     def by_pipeline(self, machine: PlacedMesh) -> tuple[Costs, ...]:
-        """Return block name -> cost of one call of the block (such as a layer), for each stage of each distinct ``dp``
-        replica of ``machine`` (a topology with the mesh laid over it). The dicts are in one flat tuple: replica after
-        replica, and in each the stages in order. Ranks of different replicas do not wait for each other.
+        """Return one dict, block name -> cost of one call of the block (such as a layer), for each stage of each
+        distinct ``dp`` replica of ``machine`` (a topology with the mesh laid over it). The dicts are in one flat tuple:
+        replica after replica, and in each the stages in order. Ranks of different replicas do not wait for each other.
         """
         spread, stages = machine.spread, [seats for replica in machine.distinct_pipelines for seats in replica]
         found = {key: self.of_stage(seats, spread) for key, seats in {id(seats): seats for seats in stages}.items()}
@@ -121,11 +119,10 @@ class CallCostCache:
 
 
 def combine_fastest_costs(costs: Sequence[Costs]) -> Costs:
-    """Return a lower bound on the cost of one call of each block (such as a layer), by block name, for ranks of all
-    kinds: the least seconds in any of ``costs``. Each of ``costs`` maps a block name to the cost of a call on one kind
-    of rank. In the result, the seconds of collectives are included in those of computation. The seconds that full
-    recomputation adds are the least of any kind, too.
-    """
+    """Return a lower bound on the cost of one call of each block (such as a layer), by block name, on any kind of rank:
+    the least seconds in any of ``costs``. Each of ``costs`` maps a block name to the cost of a call on one kind of
+    rank. In the result, the seconds of collectives are included in those of computation, and the seconds that full
+    recomputation adds are also the least of any kind."""
     return {
         name: _combine_hidden(
             replace(
@@ -148,9 +145,8 @@ def combine_fastest_costs(costs: Sequence[Costs]) -> Costs:
 
 def combine_slowest_costs(costs: Sequence[Costs]) -> Costs:
     """Return the cost of one call of each block (such as a layer), by block name, on a stage whose ranks wait for each
-    other in each collective: each field of seconds is the largest in ``costs``, and so are the seconds that full
-    recomputation adds. Each of ``costs`` maps a block name to the cost of a call on one kind of rank.
-    """
+    other in each collective. Each field of seconds is the largest in ``costs``, and so are the seconds that full
+    recomputation adds. Each of ``costs`` maps a block name to the cost of a call on one kind of rank."""
     if len(costs) == 1:
         return costs[0]
     found: Costs = {}
@@ -193,9 +189,10 @@ def combine_longest_costs(costs: Sequence[Costs]) -> Costs:
 def _combine_hidden(
     combined: CallCost, costs: Sequence[CallCost], select: Callable[[Iterable[float]], float]
 ) -> CallCost:
-    """Return ``combined``, the cost of a block call (such as a layer) that was combined from ``costs`` on several kinds
-    of ranks without waits for ZeRO-3 collectives, with those collectives, and with the waits for them as if the call
-    hid its own. Their seconds are combined with ``select``, which is ``min`` or ``max``."""
+    """Return ``combined`` with ZeRO-3 collectives and the waits for them. ``combined``: the cost of a block call (such
+    as a layer), combined from ``costs`` on several kinds of ranks, without such waits. The seconds of the collectives
+    are those of ``costs``, combined by ``select``, which is ``min`` or ``max``. The waits are computed as if the call
+    hid its own collectives."""
     each = [cost.hidden for cost in costs if cost.hidden is not None]
     if len(each) < len(costs):
         return combined
@@ -205,8 +202,7 @@ def _combine_hidden(
 
 
 def _least_weights(costs: Sequence[CallCost]) -> float:
-    """Return the seconds of gradients of weights for a lower bound on the cost of a block call (such as a layer). They
-    are the least seconds of a whole backward in ``costs``, minus the least seconds of its part for gradients of inputs.
-    ``costs``: the cost of the call on each kind of rank.
-    """
+    """Return the seconds of gradients of weights for a lower bound on the cost of a block call (such as a layer).
+    ``costs``: the cost of the call on each kind of rank. The result is the least seconds of a whole backward in
+    ``costs``, minus the least seconds of the part of a backward for gradients of inputs."""
     return min(c.backward_total_s for c in costs) - min(c.backward_total_s - c.later_s for c in costs)

@@ -1,10 +1,10 @@
 """Best-case mesh for lower bounds: the best devices, links and groups that any placement of the ranks could have.
 
 A group of ranks is described by how many parts of the cluster it spans at each depth of the links (how many nodes, how
-many racks, ...) and by how many of its devices are in the part with the fewest. The code calls all links at one depth,
-such as those inside nodes, a storey. All combinations that fit the cluster are enumerated, each with the best links of
-each depth. For each collective, the shortest latency and the highest bandwidth of all combinations are combined into
-one imaginary group. No collective over a real group of as many devices is faster than over this group.
+many racks, ...), and by the number of its devices in the part that has the fewest. The code calls all links at one
+depth, such as those inside nodes, a storey. All combinations that fit the cluster are enumerated, each with the best
+links of each depth. For each collective, the shortest latency and the highest bandwidth of all combinations are
+combined into one imaginary group. No collective over a real group of as many devices is faster than over this group.
 """
 
 from __future__ import annotations
@@ -41,13 +41,12 @@ class BestCaseMesh:
     links: tuple[Link, ...]
 
     def host(self, stage: int) -> HostShare:
-        """Return a host without limits on memory and bandwidth, whatever the index ``stage`` of the pipeline stage."""
+        """Return a host without limits on memory and bandwidth, for any pipeline stage (``stage``: its index)."""
         return BOUNDLESS
 
     def link(self, stage: int, other: int) -> Link:
-        """Return the best link between the ranks of two pipeline stages (``stage``, ``other``: their indices). If both
-        are one stage, nothing is sent, and the result is a link that takes no time.
-        """
+        """Return the best link between the ranks of two pipeline stages, given by their indices ``stage`` and
+        ``other``. If the indices are equal, nothing is sent, and the result is a link that takes no time."""
         return HERE if stage == other else _best_link(self.links)
 
 
@@ -80,12 +79,12 @@ def best_type(types: Sequence[DeviceType]) -> DeviceType:
 def build_best_case_mesh(
     topology: Topology, mesh: Mapping[str, int], candidates: Sequence[PlacedMesh] | None
 ) -> BestCaseMesh:
-    """Return a mesh with the best memory capacity of each stage, and the best link between neighbouring stages, of all
-    placements of its ranks on ``topology``. The step time of a plan on this mesh is a lower bound.
+    """Return a mesh that has, over all placements of its ranks on ``topology``, the best memory capacity of each stage
+    and the best link between neighbouring stages. The step time of a plan on this mesh is a lower bound.
 
     ``mesh``: axis -> number of ranks. ``candidates``: all placements that the search may choose; ``None`` if they are
-    not enumerated. The capacity then follows from a count: if a stage has ``n`` devices, its smallest device has at
-    most the memory of the ``n``-th largest device of the cluster. The link is the best of the cluster.
+    not enumerated. In that case, the link is the best of the cluster, and the capacity follows from a count: if a stage
+    has ``n`` devices, its smallest device has at most the memory of the ``n``-th largest device of the cluster.
     """
     stages = mesh.get("pp", 1)
     if candidates is not None:
@@ -130,8 +129,9 @@ def best_group(topology: Topology, size: int, everywhere: bool = False) -> Group
     """Return an imaginary group of ``size`` ranks for lower bounds: no collective over any ``size`` devices of
     ``topology`` is faster than over this group.
 
-    ``everywhere``: the bound is needed only for the slowest of several groups that together contain all devices, like
-    the groups of a mesh axis. It is then higher, because some of these groups may have to span two nodes.
+    ``everywhere``: whether the bound is needed only for the slowest of several groups that together contain all
+    devices, like the groups of a mesh axis. The bound is then higher, because some of these groups may have to span two
+    nodes.
     """
     if size == 1:
         return Group(1)
@@ -144,7 +144,8 @@ def _best_groups(topology: Topology, size: int, everywhere: bool) -> list[Group]
     takes less time than over the slowest of these groups. The returned groups have no data about messages between
     single ranks.
 
-    ``everywhere``: the real groups together contain all devices, and the bound is needed only for the slowest of them.
+    ``everywhere``: whether the real groups together contain all devices, and the bound is needed only for the slowest
+    of them.
     """
     storeys = topology.storeys
     joins_all = bool(storeys) and len(np.unique(storeys[-1].joined)) == 1
@@ -166,11 +167,11 @@ def _best_groups(topology: Topology, size: int, everywhere: bool) -> list[Group]
 
 
 def _compute_best_hops(topology: Topology, size: int) -> tuple[Hop, ...]:
-    """Return, for each distance 1, 2, ... ``size // 2`` between two ranks of a ring of ``size`` devices, the link of a
-    message over this distance. No ring of that many devices on ``topology`` has a faster link at that distance.
+    """Return one link for each distance 1, 2, ... ``size // 2`` between two ranks of a ring of ``size`` devices. No
+    ring of that many devices on ``topology`` has a faster link for messages over that distance.
 
-    Messages over the distance ``d`` connect the devices in cycles of ``size / gcd(size, d)``. A cycle that does not fit
-    into one part of a level of links (such as a node) has to use a link of an outer level, or a direct link.
+    Messages over the distance ``d`` connect the devices in cycles of ``size / gcd(size, d)``. If a cycle does not fit
+    into one part of a level of links (such as a node), it has to use a link of an outer level, or a direct link.
     """
     own = [Hop(link.latency, link.bandwidth) for link in topology.own_links.values()]
     patterns = [topology.patterns[name] for name, _ in topology.pattern_kinds]
@@ -229,8 +230,8 @@ def _enumerate_groups(
     the levels of links, such as all in one node, or divided between two.
 
     ``storeys``: the levels, innermost first; each joins devices into parts, such as nodes. ``farthest``: at least one
-    device of the group is slow: it has at most this fraction of the bandwidth between nodes. ``parted``: on each level
-    whose parts cannot be divided into groups of ``size`` devices without remainder, the group spans at least two parts.
+    device of the group has at most this fraction of the bandwidth between nodes. ``parted``: whether the group spans at
+    least two parts on each level whose parts cannot be divided into groups of ``size`` devices without remainder.
 
     The devices of the group in one part divide the part's bandwidth among each other. The number of devices in the
     smallest part is therefore chosen, too: there is one group for each range of this number.
@@ -248,7 +249,7 @@ def _enumerate_groups(
         """Yield the groups for a given choice on the inner levels of links, one for every choice on the outer levels.
         ``number``: index of the next level to choose. ``parts``: number of parts (such as nodes) that the group has on
         the level below. ``below``: least and greatest number of devices in the smallest of these parts. ``tiers``: the
-        levels chosen so far. ``ring``: bandwidth of a ring over them, in bytes/s."""
+        levels chosen so far. ``ring``: bandwidth of a ring over the chosen levels, in bytes/s."""
         if number == len(storeys):
             if parts == 1:
                 yield Group(size, tiers, ring=ring)
@@ -274,9 +275,9 @@ def _enumerate_groups(
 
 
 def _enumerate_part_sizes(size: int, count: int, largest: int, fine: bool) -> Iterator[_Range]:
-    """Yield ranges (least, greatest) that together contain every possible number of devices in the smallest part, if
-    ``size`` devices are divided into ``count`` parts of at most ``largest`` devices. ``fine``: yield several short
-    ranges, for a tighter bound, instead of one; their length grows with the number of devices."""
+    """Yield ranges (least, greatest) of the number of devices in the smallest part, if ``size`` devices are divided
+    into ``count`` parts of at most ``largest`` devices. Together the ranges contain every possible number. ``fine``:
+    whether to yield several short ranges, for a tighter bound, instead of one. Ranges of larger numbers are longer."""
     low, most = max(1, size - (count - 1) * largest), size // count
     while low <= most:
         high = min(most, low if low <= _SINGLY else 2 * low) if fine else most
@@ -286,11 +287,11 @@ def _enumerate_part_sizes(size: int, count: int, largest: int, fine: bool) -> It
 
 def _most_share(shares: Floats | None, parts: Ints, farthest: float, devices: int) -> float:
     """Return an upper bound on the bandwidth that each device of a group has on a level of links, as a fraction of the
-    level's bandwidth. ``devices`` devices of the group, one of them slow, are in one part of the cluster (such as a
-    node), and divide the part's bandwidth among each other.
+    level's bandwidth. ``devices`` devices of the group are in one part of the cluster (such as a node) and divide the
+    part's bandwidth among each other. One of them is slow: its fraction is at most ``farthest``.
 
-    ``shares``: bandwidth of each device of the cluster as a fraction of the level's; ``None`` if all have 1. ``parts``:
-    index of the part of each device. ``farthest``: a device is slow if its fraction is at most this number.
+    ``shares``: bandwidth of each device of the cluster as a fraction of the level's bandwidth; ``None`` if all
+    fractions are 1. ``parts``: index of the part of each device.
     """
     if shares is None:
         return 1.0
@@ -301,15 +302,15 @@ def _most_share(shares: Floats | None, parts: Ints, farthest: float, devices: in
 
 def _compute_fewest_parts(storey: Storey, size: int) -> int:
     """Return the least number of parts of the cluster (such as nodes) that together have ``size`` devices. ``storey``:
-    a level of links, which joins devices into these parts."""
+    the level of links that joins devices into these parts."""
     sizes = np.sort(np.unique(storey.joined, return_counts=True)[1])[::-1]
     return int(np.searchsorted(np.cumsum(sizes), size)) + 1
 
 
 def _must_part(storey: Storey, size: int) -> bool:
-    """Return whether a division of all devices into groups of ``size`` has to have a group that spans several parts of
-    the cluster (such as nodes), because ``size`` does not divide the numbers of devices in the parts. ``storey``: the
-    links at one depth; they join devices into the parts."""
+    """Return whether every division of all devices into groups of ``size`` has a group that spans several parts of the
+    cluster (such as nodes), because ``size`` does not divide the numbers of devices in the parts. ``storey``: the level
+    of links that joins devices into these parts."""
     sizes = np.unique(storey.joined, return_counts=True)[1]
     return bool((sizes // size).sum() * size < sizes.sum())
 
@@ -345,10 +346,9 @@ def _list_level_rates(level: Level) -> Iterator[float]:
 
 def _over_all_links(topology: Topology, size: int) -> Group:
     """Return a group of ``size`` ranks in which no collective takes longer than over any ``size`` devices of
-    ``topology``. It has no latency, and every device sends and receives over all of its links at once. This is a weak
-    lower bound; it is used where the possible groups are not enumerated, such as on a topology with links between
-    single devices.
-    """
+    ``topology``. The group has no latency, and every device sends and receives over all of its links at once. It gives
+    a weak lower bound, for topologies on which the possible groups are not enumerated, such as those with links between
+    single devices."""
     every = [level.shared(most_share(topology)) for level in topology.levels]
     rates = [0.0, *(rate for level in every for rate in _list_level_rates(level))]
     inside = 2 * max([*rates, *(float(matrix.sum(axis=1).max()) for _, matrix in topology.pattern_kinds)])

@@ -1,8 +1,8 @@
-"""Time that parameter gathers and gradient reductions add to a schedule with several virtual stages on each rank.
+"""Time that parameter gathers and gradient reductions add to a pipeline schedule.
 
 The schedule is simulated with a clock for each rank, as in :func:`partitioner.runtime.program.simulate.simulate`. First
-forwards and last backwards are simulated call by call, since gathers end and reductions begin between their calls. The
-idle time of a rank hides the same amount of communication.
+forwards and last backwards are simulated call by call, since gathers end and reductions begin between their calls.
+While a rank is idle, its collectives continue.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RankEnds:
     ``problem``: the block calls (such as layers) of the model with their costs. ``plan``: the block calls of the rank,
     by virtual stage. ``buckets``: its gradient buckets (gradients that are reduced together). ``slowdown``: factor on
     the time of computation and of a collective while both run. ``first_s``: seconds of work before its first forward.
-    ``every_backward``: gradients are scattered during each backward (ZeRO-2), not only during the last.
+    ``every_backward``: whether gradients are scattered during each backward (ZeRO-2), not only during the last.
     """
 
     problem: StageProblem
@@ -59,10 +59,10 @@ def seconds_added(
     """Return the seconds that gathers of updated parameters and gradient reductions add to the pipeline of a step: the
     time at which all gradients are reduced, minus the time at which the last backward would end without collectives.
 
-    ``schedule``: its name, or a table that the user wrote. ``m``: number of microbatches. ``chunks``: number of virtual
-    stages of each rank; ``None``: the number that the schedule fixes. ``phases``: seconds of forward and backward of
-    each virtual stage. ``ranks``: gathers and reductions of each rank. ``sums``: pipeline ranks that sum gradients of
-    tied weights, which all of them have -> seconds of that sum.
+    ``schedule``: name of the schedule, or a table that the user wrote. ``m``: number of microbatches. ``chunks``:
+    number of virtual stages of each rank; ``None``: the number that the schedule fixes. ``phases``: seconds of forward
+    and backward of each virtual stage. ``ranks``: gathers and reductions of each rank. ``sums``: pipeline ranks that
+    share tied weights -> seconds of all-reducing the gradients of these weights over the ranks.
     """
     table, more = shorten_timetable(schedule, len(ranks), m, chunks, _MOST_ACTIONS)
     added = _compute_added_seconds(table, phases, ranks, sums)
@@ -79,9 +79,8 @@ def _compute_added_seconds(
     sums: Mapping[tuple[int, ...], float],
 ) -> float:
     """Simulate the schedule ``table`` with the gathers and reductions of ``ranks``, and return the seconds by which
-    they make it longer. ``phases``: seconds of forward and backward of each virtual stage. ``sums``: pipeline ranks
-    that sum gradients of tied weights -> seconds of that sum.
-    """
+    these collectives lengthen it. ``phases``: seconds of forward and backward of each virtual stage. ``sums``: pipeline
+    ranks that share tied weights -> seconds of all-reducing the gradients of these weights over the ranks."""
     waits, seconds, sent = waits_of(table), seconds_of(phases, True), sent_of(phases)
     first, last = _find_ends(SameObject(table))
     lanes = [_Lane(rank, table) for rank in ranks]
@@ -116,10 +115,10 @@ def _compute_added_seconds(
 
 @lru_cache(maxsize=32)
 def _find_ends(same: SameObject[Timetable]) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the first forward of each virtual stage, and the last backward of each virtual stage that computes
-    gradients of weights, as two sets of indices. The indices number all actions of the schedule in the order in which
-    they are simulated (an action is a forward or backward of one microbatch on one virtual stage). ``same``: a wrapper
-    of the timetable that compares by identity, so that the result can be cached."""
+    """Return two sets of indices of actions (an action is a forward or backward of one microbatch on one virtual
+    stage): the first forward of each virtual stage, and the last backward of each virtual stage that computes gradients
+    of weights. All actions of the schedule are numbered in the order in which they are simulated. ``same``: the
+    timetable in a wrapper that compares by identity, for the cache."""
     what = waits_of(same.value).what[len(same.value.orders) :]
     places = list(enumerate(what, len(same.value.orders)))
     last = {of // ENTRIES: place for place, of in places if of % ENTRIES in (_WHOLE, _WEIGHTS)}
@@ -130,8 +129,7 @@ def _find_ends(same: SameObject[Timetable]) -> tuple[frozenset[int], frozenset[i
 class _Lane:
     """The simulation of one pipeline rank in a step: its clock, and the collectives (gathers of parameters, reductions
     of gradients) that overlap with its computation. ``ends``: the block calls (such as layers) of the rank, and its
-    gradient buckets with the seconds of their collectives. ``table``: the schedule. Methods get the kind of an action,
-    a number as in :class:`partitioner.schedules.makespan.Waits`."""
+    gradient buckets with the seconds of their collectives. ``table``: the schedule."""
 
     def __init__(self, ends: RankEnds, table: Timetable) -> None:
         self.ends, self.table = ends, table
@@ -160,8 +158,8 @@ class _Lane:
 
     def first_forward(self, what: int, seconds: float) -> None:
         """Simulate the first forward of a virtual stage, which takes ``seconds``. Each of its block calls (such as
-        layers) waits for the gather of the parameters that it reads. ``what``: the kind of the action.
-        """
+        layers) waits for the gather of the parameters that it reads. ``what``: a number for the virtual stage and the
+        kind of the action: six times the index of the virtual stage, plus the index of the kind."""
         run = self._find_run(what)
         costs = self.ends.problem.pace(run.number).costs
         work = {place: costs[place].forward_total_s for place in range(run.start, run.stop)}
@@ -177,8 +175,9 @@ class _Lane:
         """Simulate a backward of a virtual stage, from its last block call (such as a layer) to its first, and begin
         the reduction of each bucket (gradients that one collective reduces) once its gradients are complete.
 
-        ``what``: the kind of the action. ``seconds``: time of the backward without collectives. ``is_last``: no
-        backward of this virtual stage follows; otherwise gradients are only scattered.
+        ``what``: a number for the virtual stage and the kind of the action: six times the index of the virtual stage,
+        plus the index of the kind. ``seconds``: time of the backward without collectives. ``is_last``: whether no
+        backward of this virtual stage follows; if one follows, gradients are only scattered.
         """
         calls = self._backwards.get(what)
         if calls is None:
@@ -191,8 +190,9 @@ class _Lane:
 
     def _list_backward_calls(self, what: int, seconds: float) -> list[tuple[float, Sequence[GradientBucket]]]:
         """Return the block calls (such as layers) of a backward in the order in which it runs them, as pairs (seconds,
-        buckets whose gradients are complete after the call). ``what``: the kind of the action: a whole backward, or
-        only the half that computes gradients of weights. ``seconds``: time of the backward without collectives."""
+        buckets whose gradients are complete after the call). ``what``: a number for the virtual stage and the kind of
+        the action (a whole backward, or only the half for gradients of weights): six times the index of the virtual
+        stage, plus the index of the kind. ``seconds``: time of the backward without collectives."""
         run, weights = self._find_run(what), what % ENTRIES == _WEIGHTS
         costs, work = self.ends.problem.pace(run.number).costs, {}
         for place in range(run.start, run.stop):

@@ -33,9 +33,9 @@ class GradientBucket:
     ``place``: index, in the model, of the first block call (such as a layer) that reads one of their parameters.
     Backward runs calls in reverse order, so the gradients are complete once this call's backward has run. ``scatter``:
     time of the reduce-scatter to shards. ``rest``: time of the all-reduce of the gradients or, after a reduce-scatter,
-    of the shards. ``gather_s``: seconds of gathering the updated parameters. ``tied_ranks``: the pipeline ranks that
-    sum the gradients, if several have the parameters: shards are summed after the reduction, whole gradients before it,
-    so that the place is then ``AFTER_SUM``.
+    of the shards. ``gather_s``: seconds of gathering the updated parameters. ``tied_ranks``: if several pipeline ranks
+    have the parameters and sum their gradients, these ranks. They sum shards after the reduction, but whole gradients
+    before it; ``place`` is ``AFTER_SUM`` in the latter case.
     """
 
     place: int
@@ -54,12 +54,12 @@ def stage_buckets(
     tied: Mapping[str, tuple[int, ...]] = NO_TIES,
 ) -> list[GradientBucket]:
     """Return the gradient buckets of a stage (gradients that are reduced together) in the order in which its backward
-    completes them. ``tied``: parameter that several pipeline ranks have -> these ranks.
+    completes them.
 
     ``plan``: the block calls (such as layers) of the stage. ``states``: cost of each parameter and buffer by name.
     ``reducer``: computes the seconds of collectives. ``last_levels``: axes of a reduce-scatter -> whether no other
-    data-parallel reduction follows. ``problem``: the block calls of the model with their costs, to be cut into pipeline
-    stages.
+    data-parallel reduction follows. ``tied``: name of a parameter that several pipeline ranks have -> these ranks.
+    ``problem``: the block calls of the model with their costs, to be cut into pipeline stages.
     """
     found = [
         (ranks, bucket)
@@ -70,7 +70,7 @@ def stage_buckets(
     def priced(ranks: tuple[int, ...], members: Sequence[tuple[int, StateCost]]) -> GradientBucket:
         """Return the bucket (gradients that are reduced together) with the gradients ``members``, and with the time of
         its collectives. A member is a pair (index of the first block call, such as a layer, that reads the parameter;
-        cost of the parameter). ``ranks``: the pipeline ranks that sum these gradients, if there are several.
+        cost of the parameter). ``ranks``: the pipeline ranks that sum these gradients; empty if only one rank has them.
         """
         cost = members[0][1]
         gradients = sum(c.gradient for _, c in members)
@@ -96,13 +96,13 @@ def _group_bucket_members(
     reducer: Reducer,
     tied: Mapping[str, tuple[int, ...]],
 ) -> Iterator[tuple[tuple[int, ...], list[tuple[int, StateCost]], float]]:
-    """Yield, for each kind of gradients that may be in one bucket (gradients that one collective reduces), the pipeline
-    ranks that sum them if there are several, a list of gradients, and the number of bytes that fill a bucket. A
-    gradient is a pair (index of the first block call, such as a layer, that reads the parameter; cost of the
-    parameter). A list is in the order in which the backward completes its gradients.
+    """Group the gradients of a stage by whether they may be in one bucket (gradients that one collective reduces). For
+    each group, yield the pipeline ranks that sum these gradients (empty if only one has them), the gradients, and the
+    number of bytes that fill a bucket. A gradient is a pair (index of the first block call, such as a layer, that reads
+    the parameter; cost of the parameter). The gradients are in the order in which the backward completes them.
 
     ``plan``: the block calls of the stage. ``states``: the cost of each parameter and buffer by name. ``reducer``:
-    computes the seconds of collectives. ``tied``: parameter that several pipeline ranks have -> these ranks.
+    computes the seconds of collectives. ``tied``: name of a parameter that several pipeline ranks have -> these ranks.
     ``problem``: the block calls of the model with their costs, to be cut into pipeline stages.
     """
     together: dict[tuple[tuple[int, ...], object], list[tuple[int, StateCost]]] = {}
@@ -165,8 +165,9 @@ def gathered_seconds(
     The gathers begin with the step and run at the same time as the forward; each block call (such as a layer) waits for
     the gather of its own parameters. ``first_s``: seconds of other work before the forward. ``idle_s``: seconds in
     which the stage waits for its first input, during which gathers delay nothing. ``plan``: the block calls of the
-    stage. ``buckets``: its gradient buckets, whose parameters are gathered together. ``slowdown``: factor on the time
-    of computation and of a collective while both run. ``problem``: the block calls of the model with their costs.
+    stage. ``buckets``: its gradient buckets; the parameters of a bucket are gathered together. ``slowdown``: factor on
+    the time of computation and of a collective while both run. ``problem``: the block calls of the model with their
+    costs.
     """
     gathers = {b: OverlappedCollective(0.0, b.gather_s) for b in sorted(buckets, key=lambda b: b.place) if b.gather_s}
     if not gathers:
@@ -189,9 +190,8 @@ def gathered_seconds(
 
 
 class Reductions:
-    """Simulates the gradient reductions of one rank. ``clock``: the simulated clock of the rank; it counts the seconds
-    of computation and of collectives that run at the same time.
-    """
+    """Simulates the gradient reductions of one rank. ``clock``: the simulated clock of the rank, which counts the
+    seconds of computation and of collectives that run at the same time."""
 
     def __init__(self, clock: RankClock) -> None:
         self.clock = clock
@@ -202,9 +202,9 @@ class Reductions:
         self._left: list[tuple[OverlappedCollective, GradientBucket]] = []
 
     def begin(self, buckets: Sequence[GradientBucket], *, whole: bool = True) -> None:
-        """In the simulation, begin to reduce the gradients in ``buckets`` (gradients that are reduced together); their
-        backward has run. Without ``whole`` the gradients are only scattered to shards, because more backwards follow.
-        """
+        """Begin, in the simulation, to reduce the gradients in ``buckets`` (gradients that are reduced together), whose
+        backward has run. If ``whole`` is false, more backwards follow, and the gradients are only reduce-scattered to
+        shards."""
         if self._left:
             self.settle()
         if self._sent and any(bucket.scatter is not _NOTHING for bucket in buckets):
@@ -220,9 +220,8 @@ class Reductions:
                 self._begin_collective(bucket.rest, bucket.tied_ranks)
 
     def settle(self) -> None:
-        """In the simulation, wait for the reduce-scatters of gradients whose shards still have to be all-reduced over
-        other mesh axes, and begin these all-reduces.
-        """
+        """Wait, in the simulation, for the reduce-scatters of gradients whose shards still have to be all-reduced over
+        other mesh axes, and begin these all-reduces."""
         for scatter, bucket in self._left:
             self.clock.wait_for(scatter)
             self._begin_collective(bucket.rest, bucket.tied_ranks)
@@ -239,10 +238,10 @@ class Reductions:
 
 
 class Delays(NamedTuple):
-    """Seconds that gradient reductions add to a stage's last backward.
+    """How gradient reductions delay a stage.
 
-    ``backward_s``: how much later the backward ends than without reductions. ``whole_s``: seconds from the end of the
-    backward without reductions until all gradients are reduced.
+    ``backward_s``: the seconds by which its last backward ends later than without reductions. ``whole_s``: the seconds
+    from the end of a last backward without reductions until all gradients are reduced.
     """
 
     backward_s: float
@@ -262,8 +261,8 @@ def reduction_delays(
 
     ``problem``: the block calls (such as layers) of the model with their costs, to be cut into pipeline stages.
     ``plan``: the block calls of the stage. ``buckets``: its gradient buckets (gradients that one collective reduces).
-    ``slowdown``: factor on the time of computation and of a collective while both run. ``by_halves``: the schedule
-    splits each backward in two halves, and only the half for gradients of weights runs last.
+    ``slowdown``: factor on the time of computation and of a collective while both run. ``by_halves``: whether the
+    schedule splits each backward in two halves, so that only the half for gradients of weights runs last.
     """
     run = plan.runs[0]  # the virtual stage whose backwards end last
     clock = RankClock(slowdown)
@@ -298,12 +297,9 @@ def reduction_delays(
 
 
 def _list_backward_seconds(problem: StageProblem, plan: StagePlan, run: StagePlan) -> dict[int, float]:
-    """Return the seconds of the backward, with recomputation, of each block call (such as a layer) of the virtual stage
-    ``run``: index of the call -> seconds.
-
-    ``plan``: the stage to which ``run`` belongs. ``problem``: the block calls of the model with their costs, to be cut
-    into pipeline stages.
-    """
+    """Return, for each block call (such as a layer) of the virtual stage ``run``, index of the call -> seconds of its
+    backward with recomputation. ``plan``: the stage to which ``run`` belongs. ``problem``: the block calls of the model
+    with their costs, to be cut into pipeline stages."""
     costs, work = problem.pace(plan.number).costs, {}
     for place in range(run.start, run.stop):
         cost = costs[place]

@@ -5,10 +5,10 @@ The time of a schedule is the length of the longest path through its actions. Ea
 and backward times of the virtual stages. For one path, or a mean of paths, the best cuts are a shortest path over
 (stage, cut), and their sum is a lower bound for all cuts. The search alternates: it computes the best cuts for the mean
 of all paths so far, then adds the longest path under these cuts to the mean (fictitious play, Brown 1951; Robinson
-1951). Upper and lower bound approach each other. Collectives at the ends of a step are actions like any other, if the
-problem has them: the cuts then trade idle time of the pipeline for gradients that are reduced earlier.
+1951). Upper and lower bound approach each other. If the problem has collectives at the ends of a step, they are actions
+like any other: the cuts then trade idle time of the pipeline for gradients that are reduced earlier.
 
-A rank runs the microbatches of a stage one after the other. Runs of calls are therefore excluded if running all
+A rank runs the microbatches of a stage one after the other. Sequences of calls are therefore excluded if running all
 microbatches through them takes longer than the step with the first cuts. If a gap remains, a local search moves cuts.
 If there are few cuts, all are tried.
 """
@@ -70,7 +70,7 @@ def better_cuts(
     lower bound reaches ``cutoff_s`` seconds, because longer steps are of no use to the caller.
 
     ``tables``: seconds and bytes of all possible stages. ``timetable``: the order in which the schedule runs the
-    forwards and backwards of microbatches. ``quick``: run a quarter of the iterations.
+    forwards and backwards of microbatches. ``quick``: whether to run only a quarter of the iterations.
     """
     costs = PhaseCosts(tables)
     how = {"train": tables.problem.train, "overlap_steps": tables.problem.overlap_steps}
@@ -130,10 +130,9 @@ def _improve_cuts_locally(
 
 
 def _list_neighbour_cuts(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield variants of ``cuts`` in which one or more neighbouring cuts are moved by one or two calls. Variants with
+    """Yield variants of ``cuts`` in which one or several neighbouring cuts are moved by one or two calls. Variants with
     fewer moved cuts come first. ``cuts``: how the block calls (such as layers) are cut into stages: the index of the
-    first call of each stage, followed by the number of calls.
-    """
+    first call of each stage, followed by the number of calls."""
     inner = len(cuts) - 2
     for count in range(1, inner + 1):
         for first in range(1, inner + 2 - count):
@@ -147,7 +146,7 @@ def _simulate_all_cuts(
     costs: PhaseCosts, timetable: Timetable, how: Mapping[str, bool], calls: int, stages: int
 ) -> RankedCuts:
     """Simulate all possible cuts of the block calls (such as layers) into stages and return the fastest ones. The bound
-    is the step time of the best.
+    in the result is the step time of the best cut.
 
     ``costs``: seconds of all possible stages. ``timetable``: the order in which the schedule runs the forwards and
     backwards of microbatches. ``calls``, ``stages``: the numbers of calls and of stages. ``how``: options of the
@@ -163,8 +162,9 @@ def _list_cuts_within(
     costs: PhaseCosts, timetable: Timetable, paths: Sequence[Table], limit_s: float, most: int
 ) -> Places | None:
     """Return all cuts into stages with which a step may take less than ``limit_s`` seconds, one row for each: the index
-    of the first block call (such as a layer) of each stage, followed by the number of calls. Left out are cuts with
-    which some rank works longer, or with which one of ``paths`` is longer. ``None`` if there are too many.
+    of the first block call (such as a layer) of each stage, followed by the number of calls. Cuts are left out if some
+    rank works for at least ``limit_s``, or if one of ``paths`` takes at least ``limit_s``. Return ``None`` if there are
+    too many.
 
     The cuts are built up stage by stage. A path through the first stages is completed by the best cuts into the other
     stages for this path alone. ``paths``: paths through the forwards and backwards of the schedule, each given by how
@@ -214,10 +214,10 @@ def _list_cuts_within(
 
 
 def _complete_paths(along: Table, fits: NDArray[np.bool_]) -> list[Table]:
-    """Return the least seconds of each path through a schedule on the last stages: for each number of first stages that
-    are left out, from none to all, an array of shape ``[paths, width]``. Its second index is the first block call (such
-    as a layer) of the remaining stages, less the number of stages that are left out. Infinite if these stages cannot
-    hold the remaining calls.
+    """Return the least seconds of each path through a schedule on the last stages, as a list of arrays of shape
+    ``[paths, width]``. Entry ``k`` of the list leaves out the first ``k`` stages, from none to all. The second index of
+    an array is the first block call (such as a layer) of the remaining stages, minus ``k``. The seconds are infinite if
+    these stages cannot hold the remaining calls.
 
     ``along``: the seconds of the paths on the sequences of calls that each stage can have, shape ``[stages, paths,
     width, width]``, as in :meth:`PhaseCosts.in_window`. ``fits``: whether a stage may consist of the sequence, shape
@@ -248,9 +248,8 @@ class PhaseCosts:
     ends of a step, if the problem has them. Rows are the first call, columns the call after the last. The seconds of
     the backward for inputs are infinite if the calls do not fit in memory. Stages share tables that are equal.
 
-    ``tables``: seconds and bytes of all possible stages, from which these tables are taken. ``recomputed``: the
-    backward for inputs includes the recomputation without which the calls alone do not fit in the memory of the stage's
-    rank.
+    ``tables``: seconds and bytes of all possible stages. ``recomputed``: whether the backward for inputs includes the
+    recomputation that the calls need to fit in the memory of the stage's rank, as if the rank had no other stage.
     """
 
     def __init__(self, tables: StageTables, *, recomputed: bool = True) -> None:
@@ -297,11 +296,10 @@ class PhaseCosts:
         return [table[starts, stops] for table in self.of_stage[stage]]
 
     def phases(self, cuts: Sequence[int]) -> list[Phases]:
-        """Return, for each stage under ``cuts``, its seconds per microbatch: forward, backward for inputs, backward for
-        weights, wait for values, wait for gradients; and its seconds per step of collectives at the ends. ``cuts``: how
-        the block calls (such as layers) are cut into stages: the index of the first call of each stage, followed by the
-        number of calls.
-        """
+        """Return, for each stage under ``cuts``, its seconds per microbatch (forward, backward for inputs, backward for
+        weights, wait for values, wait for gradients) and its seconds per step of collectives at the ends of a step.
+        ``cuts``: how the block calls (such as layers) are cut into stages: the index of the first call of each stage,
+        followed by the number of calls."""
         return [
             Phases(*(float(table[cuts[k], cuts[k + 1]]) for table in of_stage))
             for k, of_stage in enumerate(self.of_stage)
@@ -312,12 +310,11 @@ class PhaseCosts:
     ) -> dict[tuple[int, ...], float]:
         """Simulate a step of the schedule for each row of ``cuts``, and return a dict: cut -> step time in seconds,
         fastest first. A cut is the index of the first block call (such as a layer) of each stage, followed by the
-        number of calls.
+        number of calls. Cuts are left out if one of their stages does not fit even alone on its rank.
 
-        Cuts with a stage that alone does not fit on its rank are left out. ``most``: largest number of results;
-        ``None``: no limit. ``how``: options of the simulation: ``train`` (whether there is a backward) and
-        ``overlap_steps`` (whether a rank begins the next step when it has ended its part of this one). ``timetable``:
-        the order in which the schedule runs the forwards and backwards of microbatches.
+        ``most``: largest number of results; ``None``: no limit. ``how``: options of the simulation: ``train`` (whether
+        there is a backward) and ``overlap_steps`` (whether a rank begins the next step when it has ended its part of
+        this one). ``timetable``: the order in which the schedule runs the forwards and backwards of microbatches.
         """
         each = self.stack_seconds((cuts[:, k], cuts[:, k + 1]) for k in range(len(self.of_stage)))
         fit = np.flatnonzero(np.isfinite(each[:, 1]).all(axis=0))
@@ -330,8 +327,8 @@ class PhaseCosts:
     def bands(self, most: float) -> _Bands:
         """Return the seconds of all sequences of consecutive block calls (such as layers) that take at most ``most``
         seconds per microbatch and fit in memory, together with a mask of these sequences. In both arrays, the last two
-        indices are the end of a sequence (the call after its last) and its number of calls minus 1. The arrays are
-        small if all these sequences are short."""
+        indices are the end of a sequence (the call after its last) and its number of calls minus 1. The last dim is as
+        long as the longest of these sequences."""
         size = len(self.of_stage[0][0])
         stop, start = np.arange(size)[:, None], np.arange(size)[:, None] - np.arange(1, self.longest + 1)[None, :]
         inside, start = start >= 0, np.maximum(start, 0)
@@ -360,8 +357,8 @@ class _Bands:
 
     ``seconds``: shape ``[stages, phases, calls + 1, width]``. The phases are forward, backward for inputs, backward for
     weights, wait for values and wait for gradients; two more, gathers and reductions at the ends of a step, if the
-    problem has them. ``barred``: shape ``[stages, calls + 1, width]``; 0 if the stage may consist of these calls, else
-    infinite.
+    problem has them. ``barred``: shape ``[stages, calls + 1, width]``; 0 if the stage may consist of these calls,
+    otherwise infinite.
     """
 
     seconds: Table
@@ -391,8 +388,15 @@ def find_least_cuts(costs: Table) -> tuple[float, tuple[int, ...]]:
 
 
 def find_least_partial_cuts(costs: Table) -> tuple[float, tuple[int, ...], Table]:
-    """Return what :func:`find_least_cuts` does, and a table ``[stages + 1, calls + 1]``: the least sum of the costs of
-    the first ``k`` stages, for each ``k``, if they consist of the first calls up to each call. ``costs``: as there."""
+    """Return three values: the least sum of the stages' costs over all cuts of the block calls (such as layers) into
+    stages; the cuts that attain it (the index of the first call of each stage, followed by the number of calls); and a
+    table of shape ``[stages + 1, calls + 1]``, whose entry ``[k, call]`` is the least sum of the costs of the first
+    ``k`` stages if they consist of the calls before ``call``.
+
+    ``costs``: the cost of each stage for each sequence of consecutive calls, shape ``[stages, calls + 1, width]``. The
+    last two indices are the end of the sequence (the call after its last) and its number of calls minus 1. A cost is
+    infinite if the stage may not consist of these calls.
+    """
     _, size, width = costs.shape
     # the first ``width`` entries stand for positions before the first call
     reached = np.full((len(costs) + 1, width + size), np.inf)

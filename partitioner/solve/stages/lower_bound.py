@@ -1,7 +1,7 @@
 """Compute lower bounds on stage times quickly: on the slowest stage and on the sum of all stages.
 
-Stages are about equal if memory allows it. Runs of calls that take much longer than an even share of the work are
-therefore skipped. With many stages few runs are left.
+Stages take about equally long if memory allows it. Sequences of calls that take much longer than an even share of the
+work are therefore skipped. With many stages few sequences are left.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class StageDelays(NamedTuple):
     """Lower bounds in seconds on how gradient reductions of one stage delay the end of a step: two tables whose entries
     ``[start, stop]`` are for a stage of the block calls ``start:stop`` (such as layers).
 
-    ``whole``: from the end of the stage's last backward, if no reduction delayed it, to the end of its reductions.
-    ``backward``: by how much reductions that run beside its last backward lengthen this backward.
+    ``whole``: seconds from the end of the stage's last backward, if no reduction delayed it, to the end of its
+    reductions. ``backward``: seconds by which reductions lengthen the stage's last backward, because they run at the
+    same time.
     """
 
     whole: Table
@@ -53,11 +54,11 @@ _LONG, _SEVERAL = (
 class LeastTime:
     """Lower bounds in seconds per microbatch that hold for all cuts of the block calls (such as layers) into stages.
 
-    ``slowest_s``: on the time of the slowest stage. ``total_s``: on the sum of the times of all stages. ``forward_s``:
-    the part of ``total_s`` that is forward. ``backward_s``: the seconds of backward with recomputation if there is a
-    single stage; 0 if there are several. ``unseen``: bounds on (slowest stage, sum) for the cuts that the search
-    skipped; infinite if it skipped none. ``step_s``: a lower bound on the whole step for the cuts that it examined; 0
-    if not computed.
+    ``slowest_s``: bound on the time of the slowest stage. ``total_s``: bound on the sum of the times of all stages.
+    ``forward_s``: the part of ``total_s`` that is forward. ``backward_s``: the seconds of backward with recomputation
+    if there is a single stage; 0 if there are several. ``unseen``: bounds on (slowest stage, sum) for the cuts that the
+    search skipped; infinite if it skipped none. ``step_s``: a lower bound on the whole step for the cuts that the
+    search examined; 0 if not computed.
     """
 
     slowest_s: float
@@ -69,9 +70,8 @@ class LeastTime:
 
     @property
     def is_seen(self) -> bool:
-        """Return whether the search for these bounds found a cut into stages that fits in memory among those that it
-        examined. If not, ``total_s`` is infinite, and only the bounds in ``unseen`` are known.
-        """
+        """Return whether one of the cuts that the search examined fits in memory. If not, ``total_s`` is infinite, and
+        only the bounds in ``unseen`` are known."""
         return bool(np.isfinite(self.total_s))
 
     def pipeline_s(
@@ -87,9 +87,9 @@ class LeastTime:
 
     def _pipeline_s(self, p: int, m: int, fill: tuple[float, float] | None, slowest: float, total: float) -> float:
         """Return a lower bound on the seconds of ``m`` microbatches on ``p`` ranks, if the slowest stage takes at least
-        ``slowest`` and all stages together at least ``total`` seconds per microbatch. ``fill``: the time to fill and
-        drain the pipeline, as two fractions: of the forward and of the backward seconds of a microbatch through the
-        whole model; ``None``: the schedule has a formula."""
+        ``slowest`` seconds and all stages together at least ``total`` seconds per microbatch. ``fill``: two fractions
+        that give the time to fill and drain the pipeline: the first of the forward seconds, the second of the backward
+        seconds of a microbatch through the whole model. ``None``: the schedule has a formula."""
         if total == np.inf:
             return total
         if fill is None:
@@ -101,13 +101,14 @@ class LeastTime:
 def least_time(
     problem: StageProblem, cutoff_s: float = np.inf, *, quick: bool = False, delays: Sequence[StageDelays] = ()
 ) -> LeastTime:
-    """Return lower bounds on the stage times of all cuts of the calls of ``problem`` into stages.
+    """Return lower bounds on the stage times of all cuts of the block calls (such as layers) of ``problem`` into
+    stages.
 
     ``cutoff_s``: steps that take at least this many seconds are of no use to the caller, so stages that alone take so
-    long are skipped. ``quick``: skip all stages that take much longer than the total work divided by the number of
-    stages, even if every cut that fits has such a stage. ``delays``: by gradient reductions, for each stage; empty if
-    they are not to be counted. Raises :class:`CapacityError` if memory cannot suffice, and :class:`PlanError` if there
-    are more stages than block calls (such as layers).
+    long are skipped. ``quick``: whether to skip all stages that take much longer than the total work divided by the
+    number of stages, even if every cut that fits has such a stage. ``delays``: for each stage, the delays by its
+    gradient reductions; empty if reductions do not count. Raises :class:`CapacityError` if memory cannot suffice, and
+    :class:`PlanError` if there are more stages than calls.
     """
     tables = StageTables(problem)
     if tables.hopeless:
@@ -144,13 +145,14 @@ def least_time(
 
 def _over_runs(tables: StageTables, limit: float, delays: Sequence[StageDelays]) -> tuple[float, float, float] | None:
     """Return three lower bounds in seconds: on the slowest stage, on the sum of all stages (both per microbatch), and
-    on the step (0 if the schedule has a formula). The bounds are minima over the cuts of the block calls (such as
-    layers) into stages whose work, without waits and recomputation, takes at most ``limit`` seconds per microbatch
-    each.
+    on the step (0 if the schedule has a formula). The bounds are minima over cuts of the block calls (such as layers)
+    into stages. Only cuts are considered in which the work of each stage, without waits and recomputation, takes at
+    most ``limit`` seconds per microbatch.
 
     Return ``None`` if there is no such cut, or if the slowest stage takes more than ``limit`` seconds with waits and
     recomputation, because a cut with more work in a stage might then be better. ``tables``: seconds and bytes of all
-    possible stages. ``delays``: by gradient reductions, for each stage.
+    possible stages. ``delays``: for each stage, the delays by its gradient reductions; empty if reductions do not
+    count.
     """
     start, stop, firsts = _runs_by_stop(tables, limit)
     if not len(start):
@@ -202,15 +204,15 @@ def _get_forward_seconds(tables: StageTables, stage: int, start: Places, stop: P
 def _list_other_stage_times(
     tables: StageTables, start: Places, stop: Places, firsts: Places, times: Table, later: Table
 ) -> list[OtherStageTimes]:
-    """Return, for each stage, lower bounds on the seconds of one microbatch in the stages in front of it and behind it;
-    the backward in the stages in front is the last one of the step. The bounds are minima over all cuts of the block
-    calls (such as layers) into the possible stages ``start[i]:stop[i]``, which are sorted by ``stop``.
+    """Return, for each stage, lower bounds on the seconds of one microbatch in the stages in front of it and behind it.
+    The backward in the stages in front is the last one of the step. The bounds are minima over all cuts of the block
+    calls (such as layers) into the possible stages ``start[i]:stop[i]``, which are sorted by ``stop``. They are
+    infinite for calls that the other stages cannot have.
 
     ``firsts``: index of the first possible stage with each ``stop``. ``times``: seconds per microbatch of the possible
     stages, shape ``[stages, runs]``, with the recomputation that memory requires. ``later``: seconds by which gradient
-    reductions lengthen their last backward, with the same shape. ``tables``: seconds and bytes of all possible stages.
-
-    The result is infinite for calls that the other stages cannot have.
+    reductions lengthen the last backward of the possible stages, same shape. ``tables``: seconds and bytes of all
+    possible stages.
     """
     problem = tables.problem
     size = len(problem.calls) + 1
@@ -242,11 +244,12 @@ def _bound_backward_seconds(
     tables: StageTables, own: OtherStageTimes, stage: int, start: Places, stop: Places, times: Vector
 ) -> Vector:
     """Return lower bounds on the seconds for which the stage with index ``stage`` keeps the stages in front of it
-    waiting for a backward of the block calls ``start[i]:stop[i]`` (such as layers), for each ``i``: with recomputation,
-    and without the half for gradients of weights if the schedule splits backwards.
+    waiting for its backward, if it has the block calls ``start[i]:stop[i]`` (such as layers), for each ``i``. They
+    include recomputation. If the schedule splits backwards, they exclude the half for gradients of weights.
 
-    ``times``: seconds of these calls per microbatch. ``own``: has the seconds for gradients of weights on the stage's
-    devices. ``tables``: seconds and bytes of all possible stages."""
+    ``times``: seconds of these calls per microbatch. ``own``: its field ``weights`` has the seconds for gradients of
+    weights on the stage's devices. ``tables``: seconds and bytes of all possible stages.
+    """
     seconds = times - _get_forward_seconds(tables, stage, start, stop)
     if is_split(tables.problem.schedule):
         seconds = seconds - (own.weights[stop] - own.weights[start])
@@ -255,9 +258,9 @@ def _bound_backward_seconds(
 
 def _price_runs(tables: StageTables, start: Places, stop: Places) -> Table:
     """Return lower bounds on the seconds per microbatch of the block calls ``start[i]:stop[i]`` (such as layers) on
-    each stage, shape ``[stages, runs]``, with the recomputation that memory requires; infinite if they do not fit.
-    Waits for messages count only if the schedule has a formula for its step time: under other schedules a rank may
-    compute for another microbatch while a message is on its way. ``tables``: seconds and bytes of all possible
+    each stage, shape ``[stages, runs]``, with the recomputation that memory requires. A bound is infinite if the calls
+    do not fit. Waits for messages count only if the schedule has a formula for its step time: under other schedules a
+    rank may compute for another microbatch while a message is on its way. ``tables``: seconds and bytes of all possible
     stages."""
     problem = tables.problem
     stages = np.arange(problem.num_stages)
@@ -272,11 +275,10 @@ def _price_runs(tables: StageTables, start: Places, stop: Places) -> Table:
 
 
 class StageRuns:
-    """The sequences of consecutive block calls (such as layers) that a stage may have on devices of one class, with
-    their seconds on them. ``problem``: the problem of cutting the calls into stages, if all stages run on these
-    devices; its schedule has no formula for its step time. ``limit``: longer sequences are left out, in seconds per
-    microbatch.
-    """
+    """The sequences of consecutive block calls (such as layers) that a stage may have if all stages run on devices of
+    one class, with their seconds on these devices. ``problem``: the problem of cutting the calls into stages on these
+    devices; its schedule must have no formula for its step time. ``limit``: sequences that take more seconds per
+    microbatch are left out."""
 
     def __init__(self, problem: StageProblem, limit: float = np.inf) -> None:
         self.problem, self._tables = problem, StageTables(problem)
@@ -291,12 +293,14 @@ class StageRuns:
     def bound_steps(
         self, number: int, stage: int, others: OtherStageTimes, delay: tuple[Table | None, float]
     ) -> Vector:
-        """Return lower bounds in seconds on the step if the stage with index ``stage`` runs one of the sequences of
-        calls, shape ``[sequences]``.
+        """Return a lower bound in seconds on the step for each sequence of calls that the stage with index ``stage``
+        may run, shape ``[sequences]``.
 
-        ``number``: of microbatches. ``others``: the seconds of a microbatch on the other stages. ``delay``: a table of
-        the seconds from the last backward of the stage to the end of its reductions, whose entry ``[start, stop]`` is
-        for the calls ``start:stop`` (``None``: 0); and the least such seconds of the first stage."""
+        ``number``: number of microbatches of a step. ``others``: the seconds of a microbatch on the other stages.
+        ``delay``: a pair: a table whose entry ``[start, stop]`` is the seconds from the last backward of the calls
+        ``start:stop`` on this stage to the end of its reductions (``None``: 0); and the least such seconds of the first
+        stage.
+        """
         if self._times is None:
             return np.zeros(0)
         problem = replace(self.problem, num_microbatches=number)
@@ -311,8 +315,9 @@ class StageRuns:
         return steps
 
     def extend_front(self, stage: int, back: Vector) -> Vector:
-        """Return the least seconds of a backward in the stages up to ``stage`` (an index), by the call at which they
-        end, shape ``[calls + 1]``. ``back``: the same of the stages in front of it."""
+        """Return the least seconds of a backward through all stages up to and including ``stage`` (an index), if these
+        stages have the first ``k`` calls, for each ``k``; shape ``[calls + 1]``. ``back``: the same seconds for the
+        stages in front of ``stage``."""
         size = len(self.problem.calls) + 1
         if self._times is None:
             return np.full(size, np.inf)
@@ -320,23 +325,25 @@ class StageRuns:
         return _least_by_stop(back[self.start] + windows, self.firsts, self.ends, size)
 
     def extend_behind(self, stage: int, behind: Vector) -> Vector:
-        """Return the least seconds of a microbatch in the stages from ``stage`` (an index) on, by the call at which
-        they begin, shape ``[calls + 1]``. ``behind``: the same of the stages behind it."""
+        """Return the least seconds of a microbatch in all stages from ``stage`` (an index) on, if these stages have the
+        calls from ``k`` on, for each ``k``; shape ``[calls + 1]``. ``behind``: the same seconds for the stages behind
+        ``stage``."""
         found = np.full(len(self.problem.calls) + 1, np.inf)
         if self._times is not None:
             np.minimum.at(found, self.start, self._times[stage] + behind[self.stop])
         return found
 
     def find_first_delay(self, delays: Sequence[Table]) -> float:
-        """Return the least seconds from the last backward of the first stage to the end of its reductions; 0 if there
-        are no ``delays``, the tables of these seconds by stage."""
+        """Return the least seconds from the last backward of the first stage to the end of its reductions; 0 if
+        ``delays`` is empty. ``delays``: for each stage, a table of these seconds by sequence of calls."""
         return float(delays[0][0, self.stop[self.start == 0]].min(initial=np.inf)) if delays else 0.0
 
 
 @dataclass(frozen=True)
 class StageRunsByClass:
-    """The sequences of block calls (such as layers) that the stages of a pipeline may have if each stage runs on a
-    device of one of two classes: ``one`` and ``other``, with the same calls, schedule and number of stages."""
+    """The sequences of block calls (such as layers) that the stages of a pipeline may have if each stage runs on
+    devices of one of two classes. ``one``, ``other``: the sequences on the first and on the second class, for the same
+    calls, schedule and number of stages."""
 
     one: StageRuns
     other: StageRuns
@@ -352,10 +359,11 @@ class StageRunsByClass:
         of the block calls (such as layers) into stages. An entry is infinite if such a step takes at least ``within_s``
         seconds, or if no cut fits in memory.
 
-        ``num_microbatches``: of a step; the problems of the classes may have fewer microbatches in flight, but not
-        more. ``delays``: for each class and each stage, a table of lower bounds on the seconds from its last backward
-        to the end of its reductions, whose entry ``[start, stop]`` is for the calls ``start:stop``; empty if they are
-        not to be counted."""
+        ``num_microbatches``: number of microbatches of a step; the problems of the classes may have fewer microbatches
+        in flight, but not more. ``delays``: for each class and each stage, a table whose entry ``[start, stop]`` is a
+        lower bound on the seconds from the last backward of the calls ``start:stop`` to the end of their reductions;
+        empty if reductions do not count.
+        """
         num_stages, size = self.one.problem.num_stages, len(self.one.problem.calls) + 1
         first_delay_s = min(self.one.find_first_delay(delays[0]), self.other.find_first_delay(delays[1]))
         # stages of the first class -> least step up to a call
@@ -378,9 +386,10 @@ class StageRunsByClass:
 
     @cached_property
     def _other_stages(self) -> tuple[list[OtherStageTimes], list[OtherStageTimes]]:
-        """For each stage, lower bounds on the seconds of a microbatch in the stages in front of it and behind it: first
-        if all stages in front are of the second class, then if they are of either class. The stages behind are of
-        either class. The seconds for gradients of weights are 0."""
+        """Return two lists of lower bounds on the seconds of a microbatch in the stages in front of and behind each
+        stage. The first list is for the case that all stages in front are of the second class, the second list for the
+        case that they are of either class. The stages behind are of either class. The field ``weights`` must be
+        replaced before use."""
         one, other = self.one, self.other
         either = one.own.take_fastest_calls(other.own)
         num_stages, size = one.problem.num_stages, len(one.problem.calls) + 1
@@ -403,11 +412,14 @@ class StageRunsByClass:
 
 
 class OtherStageTimes(NamedTuple):
-    """Seconds of one microbatch in the block calls (such as layers) of other stages than a given one, four arrays of
-    shape ``[calls + 1]``. ``ahead`` (forward) and ``back`` (backward for inputs; the whole backward if the schedule
-    does not split it) are lower bounds for the stages in front of the stage, which have the calls before each index.
-    ``behind`` (forward plus backward) is a lower bound for the stages behind it, which have the calls from each index
-    on. ``weights`` is the backward for weights of the calls before each index on the devices of the stage itself."""
+    """Seconds of one microbatch in the block calls (such as layers) of the stages other than a given stage, four arrays
+    of shape ``[calls + 1]``.
+
+    ``ahead`` (forward) and ``back`` (backward for inputs; the whole backward if the schedule does not split it): lower
+    bounds for the stages in front of the given stage, which have the calls before each index. ``behind`` (forward plus
+    backward): a lower bound for the stages behind it, which have the calls from each index on. ``weights``: the
+    backward for weights of the calls before each index on the devices of the given stage itself.
+    """
 
     ahead: Vector
     back: Vector
@@ -415,7 +427,7 @@ class OtherStageTimes(NamedTuple):
     behind: Vector
 
     def take_fastest_calls(self, other: OtherStageTimes) -> OtherStageTimes:
-        """Return the seconds if each call takes the smaller one of its seconds here and in ``other``."""
+        """Return the seconds if each call takes the lesser of its seconds in this object and in ``other``."""
         calls = [np.minimum(*(np.diff(seconds) for seconds in pair)) for pair in zip(self[:3], other[:3], strict=True)]
         rests = np.minimum(-np.diff(self.behind), -np.diff(other.behind))
         sums = [np.concatenate([[0.0], np.cumsum(of_calls)]) for of_calls in calls]
@@ -433,14 +445,16 @@ def _bound_step_after_stage(
     delay: tuple[Vector | float, Vector | float],
 ) -> Vector:
     """Return lower bounds in seconds on the step if the stage with index ``stage`` runs the block calls (such as
-    layers) ``start:stop`` in ``times`` seconds per microbatch; all three are arrays. ``others``: cumulative seconds of
-    a microbatch up to each call.
+    layers) ``start:stop`` in ``times`` seconds per microbatch. ``start``, ``stop`` and ``times`` are arrays of one
+    shape.
 
     The stage begins when the first microbatch has passed all earlier calls. After its last backward for inputs,
     backward continues through all earlier calls; meanwhile the stage can still run the backwards for weights that it
     has postponed. If steps overlap, only the part of the earlier calls that exceeds these postponed backwards counts.
-    ``delay``: seconds from its last backward to the end of its reductions; and those of the first stage, with the
-    seconds by which the last backward of this stage is lengthened. ``problem``: the calls and the schedule.
+
+    ``others``: seconds of a microbatch on the other stages. ``delay``: a pair: seconds from the last backward of this
+    stage to the end of its reductions; and the same for the first stage, plus the seconds by which reductions lengthen
+    the last backward of this stage. ``problem``: the calls and the schedule.
     """
     ahead, back, weights, _ = others
     late = problem.half_done(stage) * (weights[stop] - weights[start])
@@ -462,13 +476,20 @@ def _bound_step_around_stage(
     forward: Vector,
     delay: tuple[Vector | float, Vector | float],
 ) -> Vector:
-    """Return lower bounds in seconds on the step under 1F1B or GPipe, as :func:`_bound_step_after_stage` does, with the
-    calls behind the stage too. ``forward``: seconds of the stage's forward of a microbatch, without waits. The other
-    arguments are those of :func:`_bound_step_after_stage`.
+    """Return lower bounds in seconds on the step under 1F1B or GPipe if the stage with index ``stage`` runs the block
+    calls (such as layers) ``start:stop`` in ``times`` seconds per microbatch. In addition to
+    :func:`_bound_step_after_stage`, they count the calls behind the stage. ``start``, ``stop``, ``times`` and
+    ``forward`` are arrays of one shape.
 
-    The first microbatch passes all stages and comes back to the stage, which has run ``w`` forwards by then under 1F1B.
-    Then it runs the other forwards and all backwards, and the last backward continues through all earlier calls. Under
-    GPipe the stage runs all forwards first, the last microbatch passes all later stages, and backwards follow likewise.
+    Under 1F1B, the first microbatch passes all stages and comes back to the stage, which has run ``w`` forwards by
+    then. The stage then runs the other forwards and all backwards, and the last backward continues through all earlier
+    calls. Under GPipe the stage runs all forwards first, the last microbatch passes all later stages, and then the
+    backwards follow.
+
+    ``forward``: seconds of the stage's forward of a microbatch, without waits. ``others``: seconds of a microbatch on
+    the other stages. ``delay``: a pair: seconds from the last backward of this stage to the end of its reductions; and
+    the same for the first stage, plus the seconds by which reductions lengthen the last backward of this stage.
+    ``problem``: the calls and the schedule.
     """
     ahead, back, _, behind = others
     besides = behind[stop] + ahead[start] + np.maximum(back[start] + delay[1], delay[0])
@@ -478,10 +499,10 @@ def _bound_step_around_stage(
 
 
 def _bound_other_stages(problem: StageProblem, pace: Pace) -> OtherStageTimes:
-    """Return lower bounds on the cumulative seconds of a microbatch in the block calls (such as layers) before each
-    index of ``problem``: forward, backward for inputs (whole backward if the schedule does not split it), and backward
-    for weights. ``pace``: the costs on the devices of one stage, which give the seconds of the backward for weights.
-    """
+    """Return lower bounds on the seconds of a microbatch in the block calls (such as layers) of ``problem`` before each
+    index: forward, backward for inputs (whole backward if the schedule does not split it), and backward for weights;
+    and on the seconds of forward plus backward from each index on. ``pace``: the costs on the devices of one stage,
+    which give the seconds of the backward for weights; the others are the least over all stages."""
     paces = {id(pace): pace for pace in map(problem.pace, range(problem.num_stages))}.values()
     ahead = [min(costs) for costs in zip(*(map(_find_least_forward, p.costs) for p in paces), strict=True)]
     train = problem.train
@@ -494,22 +515,23 @@ def _bound_other_stages(problem: StageProblem, pace: Pace) -> OtherStageTimes:
 
 
 def _find_least_forward(cost: CallCost) -> float:
-    """Return the forward seconds of a block call (such as a layer), without selective recomputation or with it: it has
-    fewer activations to send to host memory."""
+    """Return the lesser of the forward seconds without and with selective recomputation. ``cost``: the cost of a block
+    call (such as a layer). With selective recomputation, the call may take less time, because it sends fewer
+    activations to host memory."""
     return min(cost.forward_total_s, cost.slim.forward_total_s) if cost.slim is not None else cost.forward_total_s
 
 
 def _find_least_backward(cost: CallCost) -> float:
-    """Return the backward seconds of a block call (such as a layer), without selective recomputation or with it: it has
-    fewer activations to fetch from host memory."""
+    """Return the lesser of the backward seconds without and with selective recomputation. ``cost``: the cost of a block
+    call (such as a layer). With selective recomputation, the call may take less time, because it fetches fewer
+    activations from host memory."""
     return min(cost.backward_total_s, cost.slim.backward_total_s) if cost.slim is not None else cost.backward_total_s
 
 
 def _check_memory(tables: StageTables) -> None:
-    """Raise :class:`CapacityError` if no cut into stages fits in memory, whatever block calls (such as layers) are
-    recomputed. The error states the missing bytes, but does not name a stage. ``tables``: seconds and bytes of all
-    possible stages.
-    """
+    """Raise :class:`CapacityError` if no cut into stages fits in memory with any recomputation of block calls (such as
+    layers). The error states the missing bytes, but does not name a stage. ``tables``: seconds and bytes of all
+    possible stages."""
     problem = tables.problem
     if problem.pinned or problem.recompute == "full":
         return
@@ -530,12 +552,11 @@ def _check_memory(tables: StageTables) -> None:
 
 
 def _runs_by_stop(tables: StageTables, limit: float) -> tuple[Places, Places, Places]:
-    """Return all sequences of consecutive block calls (such as layers) that a stage may have if no stage works more
-    than ``limit`` seconds. The sequence itself takes at most this time, and the other stages can do the rest of the
-    work in this time. The sequences are sorted by their ends, as three arrays: the index of the first call, the index
-    after the last call, and, for each distinct end, the position of its first entry in the other two. ``tables``:
-    seconds and bytes of all possible stages.
-    """
+    """Return all sequences of consecutive block calls (such as layers) that a stage may have if every stage works at
+    most ``limit`` seconds: the sequence takes at most this time, and the other stages can do the rest of the work in
+    this time. The sequences are sorted by their ends. They are returned as three arrays: the index of the first call;
+    the index after the last call; and, for each distinct end, the position of its first entry in the other two arrays.
+    ``tables``: seconds and bytes of all possible stages."""
     start, stop = tables.short_runs(limit)
     # least number of stages for the calls before and after the run, plus one for the run
     done = np.concatenate([[0.0], np.cumsum(np.diagonal(tables.least_work, 1))]) / max(limit, TINY)

@@ -4,14 +4,15 @@ memory requires.
 The bound is a Lagrangian relaxation (Geoffrion 1974) that is maximised by column generation (Dantzig and Wolfe 1960).
 Two kinds of constraints are relaxed. The time of a step is the longest path through the actions of its schedule; a
 weighted mean of some paths is a lower bound on it. The memory of each rank has a limit at each time of the step; in the
-relaxed problem, the bytes that are in use at that time have a price in seconds instead, and the step gets back the
-price of the rank's capacity. For given weights and prices the best cuts are a shortest path over (stage, cut), and each
-call is recomputed if that is cheaper than the bytes it frees. The result is a lower bound for all weights that sum up
-to 1 and all prices of 0 or more.
+relaxed problem, the bytes that are in use at that time have a price in seconds instead, and the price of the rank's
+capacity is subtracted from the step. For given weights and prices the best cuts are a shortest path over (stage, cut),
+and each call is recomputed if that is cheaper than the bytes it frees. The result is a lower bound for all weights that
+sum up to 1 and all prices of 0 or more.
 
-Weights and prices are the duals of a linear program: the least time of a mixture of the cuts so far, such that the
+Weights and prices are the duals of a linear program: minimise the time of a mixture of the cuts so far, such that the
 mixture fits in memory. The best cut for these duals is then added to the program, until its optimum is reached. A
-sequence of calls is dropped if even the best cut with it takes as long as the caller asks for.
+sequence of calls is dropped if even the best cut that contains it takes at least the number of seconds that the caller
+asks for.
 
 A mixture may have a fraction of a layer on a rank. If the bound is not close, cases are distinguished (branch and
 bound): either all ranks have as many heavy calls as in the known cut, or some rank has more. Each case adds constraints
@@ -90,9 +91,9 @@ def bound_fitting_cuts(
     in which the schedule runs the forwards and backwards of microbatches. ``microbatches_left``: how many microbatches
     a step has more than the timetable. ``phases``: seconds of forward and backward of each virtual stage under some
     cut; their mean serves to find long paths through the schedule. ``ranks``: the memory of each rank. ``limit_s``:
-    seconds of a step that is known; no stage alone may take longer. ``goal_s``: a bound that is good enough, at most
-    ``limit_s``. ``known``: the virtual stages of a good cut; the cases that are distinguished differ from
-    it. Empty: no cases are distinguished.
+    seconds of a known step; stages that alone take longer are excluded. ``goal_s``: a bound that is good enough, at
+    most ``limit_s``. ``known``: the virtual stages of a good cut, from which the cases of the branch and bound are
+    formed; empty: no cases are distinguished.
     """
     search = _BoundSearch.of(tables, timetable, phases, ranks, microbatches_left, limit_s, goal_s)
     bound_s, work = search.run(()), (len(ranks) + 1) * search.relaxed.num_sequences * _MOST_CUTS
@@ -107,10 +108,11 @@ def bound_fitting_cuts(
 
 
 def _list_cases(tables: StageTables, ranks: Sequence[RankMemory], known: Sequence[StagePlan]) -> list[list[_AtMost]]:
-    """Return cases of which one holds for every cut into virtual stages: all ranks have as many heavy calls as under
-    ``known``, or one of them has more, so that the others have fewer together. A call is heavy if it takes at least
-    half of the median seconds of all calls. ``tables``: seconds of all possible stages. ``ranks``: the virtual stages
-    of each rank."""
+    """Return cases of which at least one holds for every cut into virtual stages. In the first case, no rank has more
+    heavy calls than under ``known``, the virtual stages of a good cut. There is a further case for each rank: this rank
+    has more heavy calls, so that the other ranks together have fewer. A call is heavy if it takes at least half of the
+    median seconds of all calls. ``tables``: seconds of all possible stages. ``ranks``: the virtual stages of each rank.
+    """
     heavy = _find_heavy_calls(tables)
     of_stage = [int(heavy[plan.start : plan.stop].sum()) for plan in known]
     numbers = [sum(of_stage[k] for k in rank.stages) for rank in ranks]
@@ -130,9 +132,8 @@ def _find_heavy_calls(tables: StageTables) -> NDArray[np.bool_]:
 
 
 def _slow_each_rank(phases: Sequence[Phases], ranks: Sequence[RankMemory]) -> Iterator[list[Phases]]:
-    """Yield, for each of ``ranks``, seconds of all virtual stages: all stages take equally long (the mean of
-    ``phases``), except that those of the rank are slower. The longest path then goes through this rank.
-    """
+    """Yield, for each of ``ranks``, seconds of all virtual stages. The virtual stages of this rank are slower, and all
+    others take equally long (the mean of ``phases``). The longest path then goes through this rank."""
     names = list(Phases.__dataclass_fields__)
     mean = {name: sum(getattr(of_stage, name) for of_stage in phases) / len(phases) for name in names}
     even, slow = Phases(**mean), Phases(**{name: seconds * _SLOWER for name, seconds in mean.items()})
@@ -142,10 +143,9 @@ def _slow_each_rank(phases: Sequence[Phases], ranks: Sequence[RankMemory]) -> It
 
 class _Duals(NamedTuple):
     """Values of the dual variables of the linear program. ``bound_s``: the lower bound in seconds that they give.
-    ``weights``: a weight for each path through the schedule, shape ``[paths]``; they sum up to 1. ``prices``: for each
-    rank and each time of the step, the price in seconds of all memory of the rank, shape ``[moments]``, with the times
-    of the first rank first.
-    """
+    ``weights``: a weight for each path through the schedule, shape ``[paths]``; the weights sum up to 1. ``prices``:
+    for each rank and each time of the step, the price in seconds of all memory of the rank, shape ``[moments]``, with
+    the times of the first rank first."""
 
     bound_s: float
     weights: Table
@@ -162,11 +162,11 @@ class _AtMost(NamedTuple):
 
 @dataclass(frozen=True)
 class _BoundSearch:
-    """The search for good duals: weights of paths and prices of memory.
+    """The search for weights of paths and prices of memory (dual variables) that give a high lower bound.
 
-    ``relaxed``: the relaxed problem. ``find_path``: function of the seconds of all stages that returns the longest path
-    through the schedule. ``first``: paths to begin with. ``num_moments``: number of times of each rank at which its
-    memory may be short. ``limit_s``: seconds of a step that is known. ``goal_s``: a bound that is good enough.
+    ``relaxed``: the relaxed problem. ``find_path``: function from the seconds of all stages to the longest path through
+    the schedule. ``first``: paths to begin with. ``num_moments``: for each rank, the number of times at which its
+    memory may be short. ``limit_s``: seconds of a known step. ``goal_s``: a bound that is good enough.
     """
 
     relaxed: _RelaxedCuts
@@ -187,7 +187,11 @@ class _BoundSearch:
         limit_s: float,
         goal_s: float,
     ) -> _BoundSearch:
-        """Return the search for a bound with the arguments of :func:`bound_fitting_cuts`."""
+        """Return a search for a lower bound on the pipeline. ``tables``: seconds and bytes of all possible stages.
+        ``timetable``: the order of the schedule's forwards and backwards. ``phases``: seconds of each virtual stage
+        under some cut, to find long paths. ``ranks``: the memory of each rank. ``microbatches_left``: how many
+        microbatches a step has more than the timetable. ``limit_s``: seconds of a known step. ``goal_s``: a bound that
+        is good enough."""
         microbatches = count_microbatches(timetable) + microbatches_left
         relaxed = _RelaxedCuts(tables, ranks, limit_s / microbatches)
         train, overlaps = tables.problem.train, tables.problem.overlap_steps
@@ -243,7 +247,9 @@ class _PricedCut(NamedTuple):
     """One way to cut the block calls (such as layers) into virtual stages and to recompute some of them.
 
     ``seconds``: the time of one microbatch by stage and phase (such as forward and the halves of backward), shape
-    ``[stages, phases]``. ``bytes``: the bytes of each kind that ``_NUM_KINDS`` describes, shape ``[kinds, stages]``.
+    ``[stages, phases]``. ``bytes``: shape ``[4, stages]``: bytes that do not depend on the number of microbatches in
+    flight; bytes of a microbatch whose backward has not begun; bytes of one between the two halves of its backward; and
+    the number of heavy calls.
     """
 
     seconds: Table
@@ -252,15 +258,15 @@ class _PricedCut(NamedTuple):
 
 @dataclass(frozen=True)
 class _MemoryOfTimes:
-    """What a byte of a virtual stage takes of the memory of its rank, at each time of the step and for each rank. The
-    times of the first rank come first.
+    """The fraction of a rank's memory that a byte of a virtual stage takes at each time of the step. The times of the
+    first rank come first.
 
     ``stages``: the virtual stages of each rank. ``parts``: for each rank, the fraction of its memory that a byte takes,
     shape ``[moments, 3, stages of the rank]``. The second dim is for bytes that do not depend on the number of
     microbatches in flight, bytes of a microbatch whose backward has not begun, and bytes of one between the two halves
-    of its backward. ``num_stages``: number of virtual stages of all ranks. ``limits``: constraints on the
-    numbers of heavy calls, which follow the times: what a heavy call of each stage takes of the greatest number, shape
-    ``[constraints, stages]``.
+    of its backward. ``num_stages``: number of virtual stages of all ranks. ``limits``: constraints on the numbers of
+    heavy calls, which follow the times: 1 / (greatest number) for the stages to which a constraint applies, otherwise
+    0; shape ``[constraints, stages]``.
     """
 
     stages: Sequence[Sequence[int]]
@@ -270,8 +276,8 @@ class _MemoryOfTimes:
 
     @classmethod
     def of(cls, ranks: Sequence[RankMemory], num_stages: int, working_bytes: float) -> _MemoryOfTimes:
-        """Return this for ``ranks``. ``num_stages``: number of virtual stages of all of them. ``working_bytes``: bytes
-        of a rank that no stage may use."""
+        """Return an object for ``ranks`` without constraints on heavy calls. ``num_stages``: number of virtual stages
+        of all ranks. ``working_bytes``: bytes of a rank that no stage may use."""
         parts = []
         for rank in ranks:
             counts = np.array(rank.moments, dtype=np.float64).reshape(len(rank.moments), len(rank.stages), 2)
@@ -295,9 +301,9 @@ class _MemoryOfTimes:
         return per_byte
 
     def measure(self, sizes: Table) -> Table:
-        """Return the fraction of the memory of its rank that is taken at each time, and of the greatest number of heavy
-        calls for each constraint. ``sizes``: bytes of each kind, and heavy calls, of each virtual stage, shape
-        ``[kinds, stages]``."""
+        """Return two kinds of fractions in one array: for each time, the fraction of its rank's memory that is in use;
+        then, for each constraint, the fraction of the greatest number of heavy calls. ``sizes``: bytes of each kind,
+        and heavy calls, of each virtual stage, shape ``[kinds, stages]``."""
         taken = [
             part.reshape(len(part), -1) @ sizes[:_HEAVY, stages].ravel()
             for stages, part in zip(self.stages, self.parts, strict=True)
@@ -310,8 +316,9 @@ class _CutMixture:
     The program minimises the seconds of a step such that no path through the schedule takes longer and each rank's
     memory suffices at each time of the step, both as weighted means over the cuts.
 
-    ``memory``: what a byte of a stage takes of the memory of its rank at each time of the step.
-    ``limit_s``: the cost in seconds of exceeding a row by all memory of a rank, so that there always is a solution.
+    ``memory``: the fraction of a rank's memory that a byte of a stage takes at each time of the step. ``limit_s``: the
+    penalty in seconds for exceeding a limit on memory by all memory of a rank; with a penalty, the program always has a
+    solution.
 
     The program has a row only for times at which some solution so far exceeded the memory. Most times never exceed it;
     their dual price would be 0.
@@ -356,17 +363,15 @@ class _CutMixture:
         self._shares.append(share)
 
     def weigh_paths(self, weights: Table) -> Table:
-        """Return the mean of the paths with ``weights``, shape ``[stages, phases]``. Paths without a weight, those that
-        were added last, do not count.
-        """
+        """Return the mean of the paths with ``weights``, shape ``[stages, phases]``. The last added paths have no
+        weight and do not count."""
         mean: Table = np.tensordot(weights, np.stack(self._paths[: len(weights)]), axes=1)
         return mean
 
     def solve(self, best: _Duals) -> tuple[float, _Duals] | None:
-        """Return two values: the least seconds of all mixtures of the cuts so far, and the duals to try next, which lie
-        halfway between the duals of this solution and ``best``, the duals with the highest bound so far. Return
-        ``None`` if the linear solver fails.
-        """
+        """Return two values: the least seconds of all mixtures of the cuts so far, and the duals to try next. These are
+        the mean of the duals of this solution and of ``best``, the duals with the highest bound so far. Return ``None``
+        if the linear solver fails."""
         result = self._solve_program()
         while result is not None and self._add_exceeded_times(result):
             result = self._solve_program()
@@ -385,8 +390,8 @@ class _CutMixture:
         return result.objective_value(), _Duals(-np.inf, mean, _KEPT * best.prices + (1 - _KEPT) * prices)
 
     def _add_exceeded_times(self, result: mathopt.SolveResult) -> bool:
-        """Add a row for the times at which the mixture of ``result``, a solution, exceeds the memory most, and return
-        whether there are any without a row."""
+        """Add rows for those times at which the mixture of ``result``, a solution, exceeds the memory most and that
+        have no row yet. Return whether rows were added."""
         values = result.variable_values()
         most = 1.0 + values[self._lacking] + _EXCEEDED
         used = sum(values[share] * of_cut for share, of_cut in zip(self._shares, self._used, strict=True))
@@ -400,8 +405,8 @@ class _CutMixture:
         return bool(added)
 
     def _solve_program(self) -> mathopt.SolveResult | None:
-        """Return the solution of the program; ``None`` if there is none. The simplex method starts from the last
-        solution. If it ends with a numerical error, it starts anew."""
+        """Return the solution of the linear program, or ``None`` if there is none. The simplex method starts from the
+        last solution. If it ends with a numerical error, it starts anew."""
         for _ in range(2):
             try:
                 result = self._solver.solve()
@@ -416,9 +421,9 @@ class _RelaxedCuts:
     """The relaxed problem: cuts into virtual stages whose cost is the seconds on a mean of paths plus the price of
     their memory.
 
-    ``memory``: what a byte of a stage takes of the memory of its rank at each time of the step. ``num_phases``: number
-    of phases (such as forward) of a stage. ``num_sequences``: number of combinations of a virtual stage, a sequence of
-    block calls (such as layers) and a kind of selective recomputation.
+    ``memory``: the fraction of a rank's memory that a byte of a stage takes at each time of the step. ``num_phases``:
+    number of phases (such as forward) of a stage. ``num_sequences``: number of combinations of a virtual stage, a
+    sequence of block calls (such as layers) and a kind of selective recomputation.
 
     ``tables``: seconds and bytes of all possible stages. ``ranks``: the memory of each rank. ``most_s``: the most
     seconds of a microbatch in a stage.
@@ -457,8 +462,8 @@ class _RelaxedCuts:
         self.memory = _MemoryOfTimes.of(ranks, problem.num_stages, problem.overhead.working_bytes)
 
     def restrict(self, case: Sequence[_AtMost]) -> _RelaxedCuts:
-        """Return a copy of the relaxed problem with rows for the constraints ``case``. The copy may drop sequences that
-        are kept here."""
+        """Return a copy of the relaxed problem with rows for the constraints ``case``. The copy may drop sequences of
+        calls without changing this object."""
         other = copy(self)
         limits = np.zeros((len(case), self.memory.num_stages))
         for row, (stages, number) in zip(limits, case, strict=True):
@@ -468,12 +473,12 @@ class _RelaxedCuts:
         return other
 
     def find_best_cut(self, path: Table, prices: Table, goal_s: float) -> tuple[float, _PricedCut | None]:
-        """Return a lower bound in seconds on the pipeline, and the cut of the relaxed problem that attains it. Drop all
-        sequences of block calls (such as layers) with which no cut is below ``goal_s``. The cut is ``None`` if no cut
-        is left; all cuts then take at least ``goal_s``.
+        """Return a lower bound in seconds on the pipeline, and the cut of the relaxed problem that attains it. Also
+        drop all sequences of block calls (such as layers) that only occur in cuts of at least ``goal_s`` seconds. If no
+        cut is left, all cuts take at least ``goal_s``, and the returned cut is ``None``.
 
-        ``path``: how often each phase counts, shape ``[stages, phases]``. ``prices``: seconds for all memory of a rank,
-        one for each moment.
+        ``path``: how often each phase counts, shape ``[stages, phases]``. ``prices``: for each moment, the price in
+        seconds of all memory of a rank.
         """
         per_byte = self.memory.price_bytes(prices)
         costs = np.stack([way.price_sequences(path, per_byte, self._start, self._stop) for way in self._ways])
@@ -495,13 +500,13 @@ class _RelaxedCuts:
 
 def _complete_cuts(costs: Table, start: NDArray[np.int64], before: Table) -> Table:
     """Return, for each stage and each sequence of consecutive block calls (such as layers), the least sum of the costs
-    of all other stages if the stage consists of this sequence. It is infinite if the calls before and after the
+    of all other stages if the stage consists of this sequence. The sum is infinite if the calls before and after the
     sequence cannot be cut into the other stages.
 
     ``costs``: cost of each stage for each sequence. The result and ``costs`` have the shape ``[stages, calls + 1,
     width]``: the second index is the end of a sequence (the call after its last), the third its number of calls minus
     1. ``start``: the first call of each sequence, shape ``[calls + 1, width]``. ``before``: the least sum of the costs
-    of the first stages, as :func:`find_least_partial_cuts` returns it.
+    of the first ``k`` stages if they have the calls before ``call``, at the entry ``[k, call]``.
     """
     _, size, width = costs.shape
     behind = np.full((len(costs) + 1, size), np.inf)
@@ -548,11 +553,11 @@ class _Recomputation:
         heavy_calls: Table,
         has_choice: bool,
     ) -> _Recomputation:
-        """Return the costs under the kind of selective recomputation (none, or of all calls) that ``tables`` has.
+        """Return the costs under the kind of selective recomputation that ``tables`` is for: none, or of all calls.
 
-        ``seconds``: of each phase (such as forward) of each stage for each sequence of calls, shape ``[stages, phases,
-        calls + 1, width]``; infinite if a stage may not consist of the calls. ``start``, ``stop``: the first call and
-        the call after the last of each sequence. ``chunks``: the most virtual stages of a rank.
+        ``seconds``: for each phase (such as forward) of each stage and each sequence of calls, shape ``[stages, phases,
+        calls + 1, width]``; infinite if a stage may not consist of the calls. ``start``, ``stop``: the first call of
+        each sequence, and the call after its last. ``chunks``: the largest number of virtual stages of a rank.
         ``heavy_calls``: table whose entry ``[start, stop]`` is the number of heavy calls among ``start:stop``.
         ``has_choice``: each call may be recomputed selectively, too.
         """
@@ -589,9 +594,10 @@ class _Recomputation:
         infinite if the stage may not consist of the sequence.
 
         ``path``: how often each phase (such as forward) of a stage counts, shape ``[stages, phases]``. ``per_byte``:
-        the price of a byte in seconds, shape ``[kinds, stages]``: of a byte that does not depend on the number of
-        microbatches in flight, of a microbatch whose backward has not begun, and of one between the two halves of its
-        backward. ``start``, ``stop``: the first call and the call after the last of each sequence.
+        the price in seconds of a byte of each kind, and of a heavy call, shape ``[kinds, stages]``. The kinds are bytes
+        that do not depend on the number of microbatches in flight, bytes of a microbatch whose backward has not begun,
+        and bytes of one between the two halves of its backward. ``start``, ``stop``: the first call of each sequence,
+        and the call after its last.
         """
         saved = np.minimum(0.0, self.price_recomputation(path, per_byte).min(axis=0))
         sums = np.concatenate([np.zeros((len(saved), 1)), np.cumsum(saved, axis=1)], axis=1)

@@ -29,13 +29,13 @@ class StageCall:
     bytes. ``states``: names of the parameters and buffers that the call reads. ``index``: its position among the
     model's calls.
 
-    Two fields count weights and gradients that a rank has whole for a short time, although they are sharded.
-    ``gathered_bytes``: these bytes while the call runs: its own, the weights of the call before or after it that are
-    gathered at the same time, and the gradients of the call after it that are still being sent. ``at_ends``: three
-    numbers of bytes for a call at an end of a pipeline stage. (1) For the last call of a stage: all temporary bytes
-    during its backward. (2) For the first call: the bytes of its gradients that are still being sent while the last
-    call runs the backward of the next microbatch; they add to number (1) of the last call. (3) For the first call: all
-    temporary bytes after its backward, while its gradients are sent.
+    Two fields count sharded weights and gradients that a rank temporarily has whole. ``gathered_bytes``: the bytes
+    while the call runs: its own weights and gradients, the weights of the previous or next call that are gathered at
+    the same time, and the gradients of the next call that are still being sent. ``at_ends``: three numbers of bytes for
+    a call at an end of a pipeline stage. (1) For the last call of a stage: all temporary bytes during its backward. (2)
+    For the first call: the bytes of its gradients that are still being sent while the last call runs the backward of
+    the next microbatch; they add to number (1) of the last call. (3) For the first call: all temporary bytes after its
+    backward, while its gradients are sent.
     """
 
     path: str
@@ -69,24 +69,23 @@ class Pace:
 
 @lru_cache(maxsize=8)
 def _recompute_calls_selectively(same: SameObject[tuple[StageCall, ...]]) -> tuple[StageCall, ...]:
-    """Return the block calls (such as layers) with their costs under selective recomputation. Problems that differ in
-    the memory or the recomputation share them. ``same``: a wrapper of the calls that compares by identity."""
+    """Return the block calls (such as layers) with their costs under selective recomputation. The result is cached,
+    because many problems have the same calls. ``same``: the calls in a wrapper that compares by identity."""
     return tuple(replace(call, cost=call.cost.selective()) for call in same.value)
 
 
 @lru_cache(maxsize=256)
 def _recompute_pace_selectively(same: SameObject[Pace]) -> Pace:
     """Return the costs of all block calls (such as layers) on the devices of a stage under selective recomputation.
-    ``same``: a wrapper of the costs without it that compares by identity."""
+    ``same``: the costs without selective recomputation, in a wrapper that compares by identity."""
     return replace(same.value, costs=tuple(cost.selective() for cost in same.value.costs))
 
 
 @dataclass(frozen=True)
 class StageEnds:
-    """The collectives of the data-parallel ranks of one virtual stage at the ends of a step: lower bounds in seconds,
-    one for each block call (such as a layer), shape ``[calls]``. ``gathers``: of its updated parameters.
-    ``reductions``: of its gradients.
-    """
+    """Lower bounds on the data-parallel collectives of one virtual stage at the ends of a step, in seconds for each
+    block call (such as a layer), shape ``[calls]``. ``gathers``: all-gathers of the updated parameters. ``reductions``:
+    reductions of the gradients."""
 
     gathers: NDArray[np.float64]
     reductions: NDArray[np.float64]
@@ -97,18 +96,20 @@ class StageProblem:
     """The problem of cutting block calls (such as layers) into pipeline stages: the calls in order, the stages' memory
     and links, and the schedule.
 
+    - ``num_stages``: number of stages. ``num_microbatches``: number of microbatches of a step. ``schedule``: name of
+      the schedule.
     - ``capacity``: usable bytes of a rank, by stage. ``links``: the link from each stage to the next. ``tp``, ``dp``:
       numbers of tensor-parallel and of data-parallel ranks. ``microbatch_size``: number of samples of a microbatch.
       ``train``: whether calls have a backward.
     - ``state_bytes``: name of a parameter or buffer -> bytes on a rank, with its gradient and optimizer states.
       ``late_bytes``: the part of these bytes that is allocated only when the first backward frees activations.
       ``local``: names of values that are never sent between stages. ``total_bytes``: bytes of values that are summed
-      over the whole batch by an all-reduce before the first forward. ``prologue_s``: seconds in which the last stage
-      computes them for one microbatch, if there are several stages.
+      over the whole batch by an all-reduce before the first forward. ``prologue_s``: if there are several stages, the
+      seconds in which the last stage computes these values for one microbatch.
     - ``recompute``: the recomputation that is required, or ``None`` for a free choice. ``pinned``: index of a call ->
-      its fixed stage. ``may_be_empty``: whether stages may have no call. ``barred``: for each stage, a mask ``[start,
-      stop]`` of the calls ``start:stop`` of which it may not consist. ``repeated``: for each call, whether its block
-      occurs more than once.
+      its fixed stage. ``may_be_empty``: whether stages may have no call. ``barred``: for each stage, a mask whose entry
+      ``[start, stop]`` says whether the stage must not consist of the calls ``start:stop``. ``repeated``: for each
+      call, whether its block occurs more than once.
     - ``overhead``: the cost of the calls that every stage runs in addition, such as the computation of a mask that all
       layers need. ``paces``: for each stage, the costs of the calls on its devices; if empty, the calls' own costs
       apply to all stages. ``bubble``: the factor ``b`` in the formula ``(rounds - b) * slowest stage + b * sum of
@@ -117,10 +118,8 @@ class StageProblem:
       ``flying``: for each stage, pairs of numbers of microbatches (backward not begun, between the halves of a split
       backward) that it holds at a time; empty if the schedule has a formula for them. ``overlap_steps``: whether a rank
       begins the next step when it has ended its own part of this one.
-    - ``ends``: for each stage, the collectives at the ends of a step, if ranks have several virtual stages; empty if
-      they are not known, and then not counted.
-
-    ``num_stages``, ``num_microbatches``: their numbers; ``schedule``: its name.
+    - ``ends``: for each stage, the collectives at the ends of a step, if ranks have several virtual stages. If ``ends``
+      is empty, these collectives are not known and not counted.
     """
 
     calls: tuple[StageCall, ...]
@@ -178,8 +177,8 @@ class StageProblem:
         return max(map(sum, self.held(stage)))
 
     def not_begun(self, stage: int) -> int:
-        """Return the largest number of microbatches with a forward that has run and a backward that has not begun,
-        whose activations the stage with index ``stage`` holds at a time."""
+        """Return the largest number of microbatches whose forward has run and whose backward has not begun, and whose
+        activations the stage with index ``stage`` holds at a time."""
         return max(whole for whole, _ in self.held(stage))
 
     def half_done(self, stage: int) -> int:
@@ -192,10 +191,9 @@ class StageProblem:
 
     @cached_property
     def slim(self) -> StageProblem | None:
-        """Return a copy of this problem in which every block call (such as a layer) recomputes its cheap operators in
-        backward (selective recomputation), with the costs that this has. Return ``None`` if the problem does not allow
-        that, or if no call has such operators.
-        """
+        """Return a copy of this problem in which every block call (such as a layer) has its cost under selective
+        recomputation, which recomputes cheap operators in backward. Return ``None`` if the problem does not allow
+        selective recomputation, or if no call has such operators."""
         scores = any(call.cost.selective_bytes for call in self.calls)
         if not (self.train and scores and self.recompute in (None, "selective")):
             return None
@@ -207,9 +205,8 @@ class StageProblem:
 
     @property
     def last_repeated(self) -> int:
-        """Return the index after the last block call (such as a layer) whose block is called several times; the number
-        of calls if no block is. Only calls before this index are recomputed if the constraint ``recompute`` is
-        ``"full"``.
-        """
+        """Return the index after the last block call (such as a layer) whose block is called several times. If no block
+        is called several times, return the number of calls. Only calls before this index are recomputed if the
+        constraint ``recompute`` is ``"full"``."""
         places = [k for k, repeats in enumerate(self.repeated) if repeats]
         return places[-1] + 1 if places else len(self.calls)

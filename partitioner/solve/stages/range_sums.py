@@ -1,8 +1,8 @@
-"""Compute tables of sums and maxima over every run ``[i, j)`` of consecutive calls, each of shape ``[calls + 1, calls +
-1]``.
+"""Compute tables of sums and maxima over every sequence of consecutive block calls (such as layers), each of shape
+``[calls + 1, calls + 1]``.
 
-A call is one execution of a module of the model. Rows of a table are the starts of runs, columns are their ends. If
-several calls of a run use the same tensor (for example a tied weight), its bytes count once in that run.
+The entry ``[start, stop]`` of a table is for the calls ``start:stop``. If several calls of a sequence use the same
+tensor (for example a tied weight), its bytes count once in that sequence.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ _MOST_KNOWN = 1 << 21  # entries of tables of states
 
 
 class Holding(NamedTuple):
-    """The values that one block call (such as a layer) reads, writes and keeps, with their bytes. It is hashable, so
-    that tables can be cached by it.
+    """The values that one block call (such as a layer) reads, writes and keeps, with their bytes. The tuple is
+    hashable, so that tables can be cached by it.
 
     ``inputs``, ``outputs`` and ``states`` (parameters and buffers) are names. Four tuples have one entry for each input
     or output: ``input_bytes`` and ``output_bytes``; ``saved_inputs`` (whether the input is kept for backward);
-    ``output_grads`` (whether the output receives a gradient). ``saved_bytes``: kept from forward to backward besides
-    inputs. ``carried_bytes``: held between backward for inputs and backward for weights. ``working_bytes``: temporary.
+    ``output_grads`` (whether the output receives a gradient). ``saved_bytes``: bytes kept from forward to backward
+    besides inputs. ``carried_bytes``: bytes held between backward for inputs and backward for weights.
+    ``working_bytes``: temporary bytes.
 
     ``at_ends``: three numbers of bytes for a call at an end of a pipeline stage. (1) For the last call of a stage: all
     temporary bytes during its backward. (2) For the first call: the bytes of its gradients that are still being sent
@@ -108,15 +109,15 @@ class Segments:
 
     @cached_property
     def largest_again(self) -> Table:
-        """Return a table whose entry ``[start, stop]`` is the largest sum of saved and temporary bytes of a single one
-        of the block calls ``start:stop`` (such as layers). This is the peak while calls are recomputed one at a time.
-        """
+        """Return a table whose entry ``[start, stop]`` is the largest sum of saved and temporary bytes of a single call
+        among the block calls ``start:stop`` (such as layers). This is the peak while calls are recomputed one at a
+        time."""
         return self._tabulate_run_maxima([c.saved_bytes + c.working_bytes for c in self.calls])
 
     @cached_property
     def largest_working(self) -> Table:
-        """Return a table whose entry ``[start, stop]`` is the largest temporary bytes of the block calls ``start:stop``
-        (such as layers) at any time. This is the larger of two numbers. One is the maximum over the calls. The other is
+        """Return a table whose entry ``[start, stop]`` is the largest number of temporary bytes of the block calls
+        ``start:stop`` (such as layers) at any time. This is the larger of two numbers: the maximum over the calls; and
         the bytes during the backward of the last call, plus the gradients of the first call that are still being sent
         for the previous microbatch."""
         table = self._tabulate_run_maxima([c.working_bytes for c in self.calls])
@@ -157,8 +158,7 @@ class Segments:
     @cached_property
     def all_inputs(self) -> Table:
         """Return a table whose entry ``[start, stop]`` is the bytes of all distinct inputs of the block calls
-        ``start:stop`` (such as layers). Recomputation must keep them.
-        """
+        ``start:stop`` (such as layers). Full recomputation must keep these inputs."""
         return self._tabulate_distinct_bytes([self._list_input_items(c) for c in self.calls])
 
     @cached_property
@@ -192,8 +192,8 @@ class Segments:
         return np.maximum(0.0, prefix[None, :] - prefix[:, None])
 
     def _tabulate_run_maxima(self, per_call: Sequence[float]) -> Table:
-        """Return a table whose entry ``[start, stop]`` is the maximum of ``per_call[start:stop]``, 0 if that is empty.
-        ``per_call``: one number for each call of a block (such as a layer)."""
+        """Return a table whose entry ``[start, stop]`` is the maximum of ``per_call[start:stop]``, or 0 if this slice
+        is empty. ``per_call``: one number for each call of a block (such as a layer)."""
         n = len(per_call)
         table = np.zeros((n + 1, n + 1))
         grid = np.where(np.arange(n)[None, :] >= np.arange(n)[:, None], np.asarray(per_call)[None, :], 0.0)
@@ -210,9 +210,9 @@ class Segments:
         return _sum_first_occurrences(places, sizes[counted], len(items))
 
     def _passing(self, gradients: bool) -> Table:
-        """Return the bytes of values, or with ``gradients`` of gradients, that are sent across each possible cut
-        between stages, shape ``[calls + 1]``. The index is the number of block calls (such as layers) before the cut.
-        """
+        """Return the bytes that are sent across each possible cut between stages, shape ``[calls + 1]``: bytes of
+        values or, if ``gradients``, of gradients. The index is the number of block calls (such as layers) before the
+        cut."""
         last = {name: k for k, call in enumerate(self.calls) for name in call.inputs}
         passing = np.zeros(len(self.calls) + 1)
         for k, call in enumerate(self.calls):
@@ -224,9 +224,9 @@ class Segments:
 
 
 class _StateReads:
-    """The names of the parameters and buffers that each block call (such as a layer) reads (``names``, one entry per
-    call). From a mapping of names to bytes, :meth:`table` computes the bytes of every sequence of consecutive calls.
-    """
+    """The names of the parameters and buffers that each block call (such as a layer) reads. ``names``: for each call,
+    these names. From a mapping of names to bytes, :meth:`table` computes the bytes of every sequence of consecutive
+    calls."""
 
     def __init__(self, names: Sequence[Sequence[str]]) -> None:
         self._places, counted = _index_first_occurrences(names)
@@ -236,9 +236,8 @@ class _StateReads:
 
     def table(self, sizes: Mapping[str, float]) -> Table:
         """Return a table whose entry ``[start, stop]`` is the bytes of the distinct parameters and buffers that the
-        block calls ``start:stop`` (such as layers) read. ``sizes``: name -> bytes; the result is cached by its
-        identity.
-        """
+        block calls ``start:stop`` (such as layers) read. ``sizes``: name -> bytes. The result is cached by the identity
+        of ``sizes``."""
         key = SameObject(sizes)
         if key not in self._known:
             if len(self._known) * (self._calls + 1) ** 2 > _MOST_KNOWN:
@@ -263,8 +262,9 @@ def _sum_first_occurrences(places: NDArray[np.int64], sizes: NDArray[np.float64]
     block calls (such as layers) ``start:stop`` read, for a model of ``n`` calls.
 
     ``places``, ``sizes``: two parallel arrays with one entry for each item that a call reads. ``sizes`` has the bytes
-    of the item. ``places`` has the flat index ``start * n + call``: ``call`` is the first to read the item in every
-    sequence of calls that begins at ``start`` or between ``start`` and ``call``. ``start`` is as small as possible.
+    of the item. ``places`` has the flat index ``start * n + call``. It means that ``call`` is the first to read the
+    item in every sequence of calls that begins at ``start`` or between ``start`` and ``call``; ``start`` is the
+    smallest index with this property.
     """
     added = np.bincount(places, sizes, minlength=n * n).reshape(n, n)
     first = np.triu(np.cumsum(added, axis=0))  # [i, k]: bytes that call k adds to a run that starts at i
@@ -274,10 +274,10 @@ def _sum_first_occurrences(places: NDArray[np.int64], sizes: NDArray[np.float64]
 
 
 def _index_first_occurrences(names: Sequence[Sequence[str]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Find the sequences of block calls (such as layers) in which a call is the first to read an item, such as a
-    parameter, so that sums over a sequence count shared items once. For each item that a call reads, only the earliest
-    start of these sequences is needed: the call after the previous call that reads the item. ``names``: for each call,
-    the names of its items.
+    """Find, for each item (such as a parameter) that a block call (such as a layer) reads, the sequences of calls in
+    which this call is the first reader of the item. Sums over a sequence can then count shared items once. Such a
+    sequence starts after the previous call that reads the item; only this earliest start is returned. ``names``: for
+    each call, the names of its items.
 
     Return two parallel arrays: flat indices ``start * calls + call``, and the position of the item in the concatenated
     ``names``. An item that one call names twice is listed once.

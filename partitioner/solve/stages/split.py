@@ -1,13 +1,14 @@
 """Cut the sequence of calls into pipeline stages: the exact optimum under every stage's memory.
 
-A stage is a run of consecutive calls. Let ``t_s`` be the time of one microbatch on stage ``s`` (forward, backward,
+A stage is a sequence of consecutive calls. Let ``t_s`` be the time of one microbatch on stage ``s`` (forward, backward,
 recomputation, waits for neighbours). A step of ``m`` microbatches then takes ``(m - b) max t_s + b sum t_s`` (Narayanan
 et al. 2021, section 2.2, for uneven stages; ``b`` depends on the schedule, see ``partitioner/schedules/formulas.py``).
 Stages hold as many microbatches as the schedule has in flight, and recompute as many of their first calls as memory
 demands.
 
 For a given limit on the maximum, the least sum is a shortest path over (stage, cut), computed with one vectorised
-min-plus step per stage. Few limits have to be tried, because the sum can only fall to its value without a limit.
+min-plus step per stage. Few limits have to be tried, because the least sum is bounded below by its value without a
+limit.
 
 If no cuts fit, ``capacity_error`` returns an error that names the stage that lacks memory, and how much.
 """
@@ -42,10 +43,10 @@ def check_room(takes: str, needed: float, room: float) -> None:
 
 
 def _find_least_shortage(tables: StageTables) -> tuple[float, int, list[int]]:
-    """Find the cut of the block calls (such as layers) into stages whose worst memory shortage over its stages is
-    smallest. ``tables``: seconds and bytes of all possible stages.
+    """Find the cut of the block calls (such as layers) into stages that lacks the least memory. The shortage of a cut
+    is that of its worst stage. ``tables``: seconds and bytes of all possible stages.
 
-    Return three values: that shortage in bytes (negative if memory is left over); the index of the worst stage; and the
+    Return three values: the shortage in bytes (negative if memory is left over); the index of the worst stage; and the
     cuts, which are the index of the first call of each stage, followed by the number of calls.
     """
     least = [_find_pinned_memory(tables, stage) for stage in range(len(tables.allowed))]
@@ -107,12 +108,14 @@ class StagePlan:
     recomputes the first ``recompute`` calls in full. If ``selective``, it also recomputes the operators of the other
     calls that are cheap to recompute, except in the last ``spared`` calls.
 
-    ``start``, ``stop``: indices among the calls of the problem; ``stop`` itself is not included. Seconds are per
-    microbatch: ``forward_s``; ``backward_s``, without recomputation; ``recompute_s``, the recomputation; and
-    ``transfer_s``, waiting for neighbours in both directions, of which ``forward_wait_s`` precede the forward.
-    ``memory``: peak bytes. ``in_flight``: largest number of microbatches whose activations it holds at a time.
-    ``number``: index of the stage in the problem. ``parts``: the virtual stages of a rank that has several; calls of
-    other ranks lie between them.
+    ``start``, ``stop``: indices among the calls of the problem; ``stop`` itself is not included. ``recompute``: how
+    many of the calls, counted from the first, backward recomputes in full. ``selective``: whether backward also
+    recomputes the operators of the other calls that are cheap to recompute. Seconds are per microbatch: ``forward_s``;
+    ``backward_s``, without recomputation; ``recompute_s``, the recomputation; ``transfer_s``, waits for neighbouring
+    stages in both directions; ``forward_wait_s``, the part of ``transfer_s`` before the forward. ``memory``: peak
+    bytes. ``in_flight``: largest number of microbatches whose activations it holds at a time. ``number``: index of the
+    stage in the problem. ``parts``: the virtual stages, if the plan is for a rank that has several; calls of other
+    ranks lie between them.
     """
 
     start: int
@@ -158,11 +161,11 @@ class StageSplit:
     pipeline.
 
     ``pipeline_s``: the least seconds that were found; ``stages`` may take slightly longer, because stages of about
-    equal time are preferred. ``with_ends_s``: like ``pipeline_s``, with the collectives at the ends of a step (gathers
-    of parameters, reductions of gradients); 0 if there are none. ``lower_bound_s``: lower bound over all cuts on the
-    pipeline's seconds, including those collectives if there are any. ``microbatch_s``: seconds of one microbatch
+    equal time are preferred. ``with_ends_s``: the seconds of the pipeline with the collectives at the ends of a step
+    (gathers of parameters, reductions of gradients); 0 if there are none. ``lower_bound_s``: lower bound over all cuts
+    on the pipeline's seconds, including those collectives if there are any. ``microbatch_s``: seconds of one microbatch
     through all calls, forward and backward, by the calls' own costs. ``virtual``: the virtual stages if a rank has
-    several, else empty.
+    several, otherwise empty.
     """
 
     stages: tuple[StagePlan, ...]
@@ -174,7 +177,7 @@ class StageSplit:
 
     @property
     def ended_s(self) -> float:
-        """Return the seconds of the pipeline, with the collectives at the ends of a step (gathers of parameters,
+        """Return the seconds of the pipeline, including the collectives at the ends of a step (gathers of parameters,
         reductions of gradients) if they are known."""
         return max(self.pipeline_s, self.with_ends_s)
 
@@ -212,7 +215,7 @@ class _Splitter:
         self.problem = tables.problem
 
     def best(self) -> StageSplit | None:
-        """Return the cut into stages that minimises ``(m - b) * slowest + b * total``, the time of the pipeline;
+        """Return the cut into stages that minimises ``(m - b) * slowest + b * total``, the time of the pipeline, or
         ``None`` if no cut fits in memory. ``slowest`` and ``total`` are the maximum and the sum of the stage times per
         microbatch. ``m`` is the number of microbatches (times virtual stages). ``b`` (the field ``bubble`` of the
         problem) says how much of the time is filling and draining the pipeline."""
@@ -245,10 +248,9 @@ class _Splitter:
         return self.split(self.balanced(best), best_cost)
 
     def balanced(self, best: list[int]) -> list[int]:
-        """Return cuts of the block calls (such as layers) into stages of nearly equal time: of all cuts whose pipeline
-        time is at most 1 % longer than that of ``best``, those with the least time of the slowest stage. Cuts are the
-        index of the first call of each stage, followed by the number of calls. ``best``: the cuts with the least
-        pipeline time.
+        """Return cuts of the block calls (such as layers) into stages of nearly equal time. Their pipeline time is at
+        most 1 % longer than that of ``best``, the cuts with the least pipeline time. Within this limit, the slowest
+        stage takes the least time. Cuts are the index of the first call of each stage, followed by the number of calls.
 
         With few microbatches the step time hardly depends on the cuts. Equal stages then need less memory and suit
         other schedules.
@@ -266,9 +268,8 @@ class _Splitter:
 
     def path(self, limit: float) -> list[int] | None:
         """Return the cuts of the block calls (such as layers) into stages with the least sum of stage times, if no
-        stage may take more than ``limit`` seconds per microbatch; ``None`` if no cuts satisfy that. Cuts are the index
-        of the first call of each stage, followed by the number of calls.
-        """
+        stage may take more than ``limit`` seconds per microbatch; ``None`` if there are no such cuts. Cuts are the
+        index of the first call of each stage, followed by the number of calls."""
         p, least = self.problem.num_stages, 0 if self.problem.may_be_empty else 1
         width = len(self.problem.calls) + 1 - p * least  # the other stages have at least one call each
         reached = np.full(width, np.inf)  # by the number of calls more than the least before the cut
@@ -323,8 +324,8 @@ def stage_plan(
 
     ``tables``: seconds and bytes of all possible stages. ``stage``: index of a stage of the problem. ``recompute``: how
     many of the calls, counted from the first, are recomputed in full; ``None``: the fewest with which the stage fits in
-    memory. ``in_part``: recompute the other calls selectively (only operators that are cheap to recompute); it applies
-    only if ``recompute`` is given.
+    memory. ``in_part``: whether to recompute the other calls selectively (only operators that are cheap to recompute);
+    it is ignored if ``recompute`` is ``None``.
     """
     where = np.array([stage]), np.array([start]), np.array([stop])
     if recompute is None:
@@ -359,8 +360,8 @@ def stage_plans(tables: StageTables, stages: Counts, starts: Counts, stops: Coun
     """Return the plans of several stages, with the least recomputation that fits in memory, one for each entry of the
     arrays and in the same order.
 
-    ``stages``: indices of the stages; they may repeat. ``starts``, ``stops``: the index of the first block call (such
-    as a layer) of each, and the index after the last. ``tables``: seconds and bytes of all possible stages.
+    ``stages``: indices of the stages; they may repeat. ``starts``, ``stops``: for each stage, the index of its first
+    block call (such as a layer) and the index after its last. ``tables``: seconds and bytes of all possible stages.
     """
     slimmed = tables.slimmed(stages, starts, stops)
     plans: list[StagePlan | None] = [None] * len(starts)

@@ -3,7 +3,7 @@
 A stage solver minimises the pipeline time. The gradient reductions and the optimizer's update after the pipeline depend
 on the cuts too, so cuts with a longer pipeline may give a shorter step. The search therefore calls the solver
 repeatedly. Each time it forbids the stages that have at least as much work after the pipeline as the last cuts. It
-stops when the least pipeline time plus the least work after it reaches the best step time.
+stops when the least pipeline time plus the least time after the pipeline reaches the best step time.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Priced = TypeVar("Priced")
 class PricedSplit(Generic[Priced]):
     """A cut of the block calls (such as layers) into stages (``split``) with the price of its step.
 
-    ``step_s``: seconds of the step. ``priced``: whatever else the caller's price function returned for this cut.
-    ``lower_bound_s``: lower bound in seconds on the step over all cuts; it is at most ``step_s`` and at most the cutoff
-    of the search.
+    ``step_s``: seconds of the step. ``priced``: the second result of the caller's price function for this cut.
+    ``lower_bound_s``: lower bound in seconds on the step over all cuts, at most ``step_s`` and at most the cutoff of
+    the search.
     """
 
     split: StageSplit
@@ -61,9 +61,9 @@ def cut_for_step(
       :class:`PlanError` if there is none. ``first``: the result of ``solve(problem)``, if it is known. ``price``:
       returns the seconds of a step with a cut, and any further result, which is returned as ``priced``.
     - ``least_tail_s``: lower bound for any cut on the seconds after the pipeline, in which gradients are reduced and
-      parameters updated. ``run_tails``: function of a step time in seconds. It returns for each stage a table of the
-      seconds after the pipeline, whose entry ``[start, stop]`` is for the calls ``start:stop``; an entry is infinite if
-      a stage of these calls alone makes the step longer than that time.
+      parameters updated. ``run_tails``: function from a step time in seconds to a table for each stage. The entry
+      ``[start, stop]`` of a table is the seconds after the pipeline if the stage has the calls ``start:stop``; it is
+      infinite if this stage alone makes the step longer than the step time.
     - ``cutoff_s``: steps that take at least this many seconds are of no use to the caller.
 
     If there are few cuts, each is priced. Raises the errors of ``solve`` and ``price`` for the cut with the shortest
@@ -111,7 +111,8 @@ def cut_for_step(
 
 
 def _has_few_cuts(problem: StageProblem) -> bool:
-    """Return whether all cuts of ``problem`` are priced: there are few, and each rank has one stage."""
+    """Return whether there are so few cuts of ``problem`` into stages that all are priced. This requires that each rank
+    has one stage and that no stages are forbidden or may be empty."""
     free = not problem.barred and not problem.may_be_empty and problem.chunks == 1
     return free and 1 < math.comb(len(problem.calls) - 1, problem.num_stages - 1) <= _FEW_CUTS
 
@@ -124,12 +125,14 @@ def _price_all_cuts(
     best: PricedSplit[Priced],
     cutoff_s: float,
 ) -> PricedSplit[Priced]:
-    """Return the cut into stages with the shortest step, with a lower bound on the step over all cuts. ``best``: the
-    cut with the shortest pipeline. ``tails``: for each stage, seconds after the pipeline, as :func:`cut_for_step` gets
-    them from ``run_tails``. The other arguments are those of :func:`cut_for_step`.
+    """Return the cut into stages with the shortest step, with a lower bound on the step over all cuts. ``problem``: the
+    calls and stages. ``solve``: returns the cut with the shortest pipeline. ``price``: returns the seconds of a step
+    with a cut, and any further result. ``tails``: for each stage, a table of seconds after the pipeline, whose entry
+    ``[start, stop]`` is for the block calls ``start:stop`` (such as layers). ``best``: the cut with the shortest
+    pipeline. ``cutoff_s``: steps of at least this many seconds are of no use.
 
-    The bound of a cut is its step time, if nothing is recomputed. Otherwise another recomputation may give a shorter
-    step, and the bound is the least pipeline of the cut plus the longest of its tails.
+    If nothing is recomputed, the bound of a cut is its step time. Otherwise another recomputation may give a shorter
+    step, and the bound is the least pipeline time of the cut plus the longest of its tails.
     """
     size, stages, first = len(problem.calls) + 1, problem.num_stages, best
     least = np.inf

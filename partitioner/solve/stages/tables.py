@@ -1,6 +1,6 @@
-"""Compute the time and memory of every run of consecutive calls on every stage.
+"""Compute the time and memory of every sequence of consecutive block calls (such as layers) on every pipeline stage.
 
-Tables have a row for each start and a column for each end of a run, ``[calls + 1, calls + 1]``.
+Tables have the shape ``[calls + 1, calls + 1]``. The entry ``[start, stop]`` is for the calls ``start:stop``.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _MOST_ENTRIES = 1 << 21  # entries of tables that are made together
 
 
 class _MeasuredRuns(NamedTuple):
-    """Seconds and bytes of sequences of block calls (such as layers) on several stages. The results are valid for any
-    amount of memory on the devices. All arrays have the shape ``[stages, sequences]``.
+    """Seconds and bytes of sequences of block calls (such as layers) on several stages. They do not depend on the
+    memory of the devices. All arrays have the shape ``[stages, sequences]``.
 
     ``seconds``: per microbatch, without recomputation. ``kept_bytes``: peak bytes without full recomputation.
-    ``allowed``: whether the stage may consist of the calls. ``may_recompute``: whether it may recompute some of them in
-    full; ``None``: no stage may. ``least_bytes``: peak bytes if all calls are recomputed in full; ``None`` if the
-    problem requires full recomputation, or forbids it.
+    ``allowed``: whether the stage may consist of the calls. ``may_recompute``: whether the stage may recompute some of
+    the calls in full; ``None``: no stage may. ``least_bytes``: peak bytes if all calls are recomputed in full; ``None``
+    if the problem requires full recomputation, or forbids it.
     """
 
     seconds: Table
@@ -50,9 +50,9 @@ class StageTables:
     """Seconds and peak bytes of every sequence of consecutive block calls (such as layers) on every stage, as tables of
     shape ``[calls + 1, calls + 1]``. The entry ``[i, j]`` is for the calls ``i:j``.
 
-    ``problem``: the calls and stages. ``slim``: the tables under selective recomputation, or ``None`` if that is not
-    allowed; for each sequence of calls, the tables with the shorter time are used. Raises :class:`PlanError` if there
-    are more stages than calls.
+    ``problem``: the calls and stages. ``slim``: the tables under selective recomputation, or ``None`` if selective
+    recomputation is not allowed. For each sequence of calls, the faster of the two is used. Raises :class:`PlanError`
+    if there are more stages than calls.
     """
 
     def __init__(self, problem: StageProblem, keeping: StageProblem | None = None) -> None:
@@ -93,8 +93,9 @@ class StageTables:
         self.slim = StageTables(problem.slim, problem) if problem.slim is not None else None
 
     def with_capacity(self, capacity: Sequence[float]) -> StageTables:
-        """Return the tables of the same problem with other memory. Tables that do not depend on the memory are shared
-        with this object, if it has computed them. ``capacity``: usable bytes of a rank, by stage."""
+        """Return the tables of the same problem with another memory capacity. The copy shares those tables of this
+        object that are already computed and do not depend on the capacity. ``capacity``: usable bytes of a rank, by
+        stage."""
         other = copy(self)
         other.problem = replace(self.problem, capacity=tuple(int(limit) for limit in capacity))
         other._capacity = np.array(other.problem.capacity, dtype=np.float64)
@@ -105,7 +106,7 @@ class StageTables:
     @property
     def times(self) -> list[Table]:
         """Return, for each pipeline stage, a table whose entry ``[start, stop]`` is the seconds per microbatch if the
-        stage runs the calls ``start:stop`` of blocks (such as layers): forward, backward if the model is trained,
+        stage runs the block calls ``start:stop`` (such as layers): forward, backward if the model is trained,
         recomputation, and waits for values from other stages.
 
         As few calls are recomputed in full as memory demands, or as many as allowed if the problem requires full
@@ -117,11 +118,11 @@ class StageTables:
 
     @cached_property
     def _ways(self) -> tuple[list[Table], list[NDArray[np.bool_]]]:
-        """Return two lists with one entry for each pipeline stage. The first has tables whose entry ``[start, stop]``
-        is the seconds per microbatch (forward, backward, recomputation and waits) of the block calls ``start:stop``
-        (such as layers). The second has masks whose entry ``[start, stop]`` says whether these calls recompute
-        selectively (cheap operators only), because this is required or takes less time. The second list is empty if
-        selective recomputation is not allowed."""
+        """Return two lists with one table for each pipeline stage. In the first list, the entry ``[start, stop]`` of a
+        table is the seconds per microbatch (forward, backward, recomputation and waits) of the block calls
+        ``start:stop`` (such as layers). In the second list, the entry is whether these calls recompute selectively
+        (cheap operators only), because this is required or takes less time. The second list is empty if selective
+        recomputation is not allowed."""
         p, n = self.problem.num_stages, len(self.problem.calls)
         start, stop = self._segment_ranges
         always = self.problem.recompute == "selective"
@@ -148,10 +149,10 @@ class StageTables:
         return bool(self.states[0, -1] > sum(self.problem.capacity))
 
     def slimmed(self, stages: Counts, start: Counts, stop: Counts) -> NDArray[np.bool_]:
-        """Return, for each triple of entries of the index arrays ``stages``, ``start`` and ``stop``, whether the stage
-        recomputes selectively (cheap operators only) if it consists of the block calls ``start:stop`` (such as layers).
-        The stage does so if this is required, or takes less time than keeping or fully recomputing activations. Its
-        seconds and bytes are then found in the tables for selective recomputation."""
+        """Return one boolean for each position of the index arrays ``stages``, ``start`` and ``stop``: whether the
+        stage recomputes selectively (cheap operators only) if it consists of the block calls ``start:stop`` (such as
+        layers). This is so if selective recomputation is required, or takes less time than keeping or fully recomputing
+        activations. The seconds and bytes of the stage are then found in the tables for selective recomputation."""
         if self.slim is None:
             return np.zeros(len(start), bool)
         slimmed, every = self._ways[1], zip(stages.tolist(), start.tolist(), stop.tolist(), strict=True)
@@ -185,9 +186,9 @@ class StageTables:
         return slim if self.problem.recompute == "selective" else np.minimum(least, slim)
 
     def _compute_segment_times(self, stages: Counts) -> Table:
-        """Return the seconds per microbatch of each sequence of block calls (such as layers) in
-        :attr:`_segment_ranges` on each of ``stages`` (indices), shape ``[stages, sequences]``: forward, backward, full
-        recomputation and waits for other stages. Infinite if the calls do not fit in memory or are not allowed."""
+        """Return the seconds per microbatch of each sequence of block calls (such as layers) in :attr:`_segment_ranges`
+        on each of ``stages`` (indices), shape ``[stages, sequences]``: forward, backward, full recomputation and waits
+        for other stages. The seconds are infinite if the calls do not fit in memory or are not allowed."""
         start, stop = self._segment_ranges
         every = len(stages) == self.problem.num_stages
         measured = self._measured_segments if every else self._measure_runs(stages, start, stop)
@@ -195,15 +196,15 @@ class StageTables:
 
     @cached_property
     def _measured_segments(self) -> _MeasuredRuns:
-        """Return the seconds and bytes of all sequences of block calls (such as layers) on all stages. Only results
-        that are valid for any amount of memory on the devices are included."""
+        """Return the seconds and bytes of all sequences of block calls (such as layers) on all stages, as far as they
+        do not depend on the memory of the devices."""
         return self._measure_runs(np.arange(self.problem.num_stages), *self._segment_ranges)
 
     @property
     def _segment_ranges(self) -> tuple[Counts, Counts]:
-        """Return two arrays: the first call, and the index after the last call, of all sequences of consecutive block
-        calls (such as layers) that leave at least one call for each other stage. If stages may be empty, these are all
-        sequences, and empty ones are included."""
+        """Return two arrays, the first call and the index after the last call, of all sequences of consecutive block
+        calls (such as layers) that leave at least one call for each other stage. If stages may be empty, all sequences
+        are included, also empty ones."""
         n = len(self.problem.calls)
         if self.problem.may_be_empty:
             return _runs_of(n, n, 0)
@@ -213,9 +214,8 @@ class StageTables:
         """Return the seconds per microbatch of the block calls ``start:stop`` (such as layers), for each pair of the
         index arrays ``start`` and ``stop``, on each of ``stages`` (indices), shape ``[stages, pairs]``: forward,
         backward if the model is trained, full recomputation, and waits for values from other stages. As few calls are
-        recomputed in full as memory demands, or, if full recomputation is required, as many as allowed. Infinite if the
-        calls do not fit or are not allowed.
-        """
+        recomputed in full as memory demands, or, if full recomputation is required, as many as allowed. The seconds are
+        infinite if the calls do not fit or are not allowed."""
         return self._limit_by_memory(self._measure_runs(stages, start, stop), stages, start, stop)
 
     def _measure_runs(self, stages: Counts, start: Counts, stop: Counts) -> _MeasuredRuns:
@@ -242,9 +242,9 @@ class StageTables:
 
     def _limit_by_memory(self, measured: _MeasuredRuns, stages: Counts, start: Counts, stop: Counts) -> Table:
         """Return the seconds per microbatch of the block calls ``start:stop`` (such as layers), with the recomputation
-        that the memory of the stages requires, shape ``[stages, pairs]``; infinite if the calls do not fit. ``start``,
-        ``stop``: index arrays, one entry for each pair. ``stages``: indices of the stages. ``measured``: seconds and
-        bytes of the same calls without a memory limit."""
+        that the memory of the stages requires, shape ``[stages, pairs]``. The seconds are infinite if the calls do not
+        fit. ``start``, ``stop``: index arrays, one entry for each pair. ``stages``: indices of the stages.
+        ``measured``: seconds and bytes of the same calls without a memory limit."""
         usable, time = self._capacity[stages][:, None], measured.seconds
         fits = measured.allowed & (measured.kept_bytes <= usable + ROUNDING_BYTES)
         if measured.may_recompute is not None:
@@ -294,9 +294,8 @@ class StageTables:
         return seconds
 
     def short_runs(self, limit: float) -> tuple[Counts, Counts]:
-        """Return two arrays: the first call, and the index after the last call, of the sequences of consecutive block
-        calls (such as layers) whose work takes at most ``limit`` seconds on the fastest stage.
-        """
+        """Return two arrays, the first call and the index after the last call, of the sequences of consecutive block
+        calls (such as layers) whose work takes at most ``limit`` seconds on the fastest stage."""
         start, stop = self._segment_ranges
         near = np.flatnonzero(self.least_work[start, stop] <= limit)
         return start[near], stop[near]
@@ -311,9 +310,9 @@ class StageTables:
 
     def _mask_allowed_segments(self) -> list[NDArray[np.bool_]]:
         """Return, for each stage, a mask whose entry ``[start, stop]`` says whether the stage may consist of the block
-        calls ``start:stop``. Allowed stages are not empty (unless the problem allows that) and not forbidden, and
-        contain every call that is fixed to the stage and no call that is fixed to another.
-        """
+        calls ``start:stop`` (such as layers). A stage must contain every call that is fixed to it and no call that is
+        fixed to another stage. Stages that the problem forbids are excluded, and so are empty stages unless the problem
+        allows them."""
         n = len(self.problem.calls)
         start, stop = np.arange(n + 1)[:, None], np.arange(n + 1)[None, :]
         if self.problem.barred:
@@ -323,9 +322,9 @@ class StageTables:
 
     def _mask_pinned_segments(self, start: Counts, stop: Counts) -> list[NDArray[np.bool_]]:
         """Return, for each stage, a mask that says whether the stage may consist of the block calls ``start:stop``
-        (such as layers). They must include every call that is fixed to this stage, and no call that is fixed to another
-        one. Empty stages are excluded unless the problem allows them. ``start``, ``stop``: arrays that are broadcast to
-        a table."""
+        (such as layers). A stage must contain every call that is fixed to it and no call that is fixed to another
+        stage. Empty stages are excluded unless the problem allows them. ``start``, ``stop``: arrays that are broadcast
+        to a table."""
         runs = start <= stop if self.problem.may_be_empty else start < stop
         if not self.problem.pinned:
             return [runs] * self.problem.num_stages
@@ -339,36 +338,33 @@ class StageTables:
         return tables
 
     def pace_number(self, stage: int) -> int:
-        """Return a number that is equal for two stages if every block call (such as a layer) takes equally long on
-        both. It is the key of tables of seconds that such stages share. ``stage``: index of the stage."""
+        """Return the index of the tables of seconds for the stage with index ``stage``. Stages share tables if every
+        block call (such as a layer) takes equally long on both."""
         return int(self._pace_of[stage])
 
     def seconds(self, stage: int) -> tuple[Table, Table]:
-        """Return two tables whose entry ``[start, stop]`` is the forward, or the backward, seconds of the block calls
-        ``start:stop`` (such as layers) on the devices of the stage with index ``stage``. The calls that every stage
-        runs in addition are not included.
-        """
+        """Return two tables, one for the forward and one for the backward. The entry ``[start, stop]`` is the seconds
+        of the block calls ``start:stop`` (such as layers) on the devices of the stage with index ``stage``. The calls
+        that every stage runs in addition are not included."""
         return self._forward[self._pace_of[stage]], self._backward[self._pace_of[stage]]
 
     def seconds_at(self, stages: Counts, start: Counts, stop: Counts) -> tuple[Vector, Vector]:
-        """Return two arrays with an entry for each triple of entries of the index arrays ``stages``, ``start`` and
-        ``stop``: the forward and the backward seconds of the block calls ``start:stop`` (such as layers) on the devices
-        of the stage. The forward includes the calls that every stage runs in addition.
-        """
+        """Return two arrays with an entry for each position of the index arrays ``stages``, ``start`` and ``stop``: the
+        forward and the backward seconds of the block calls ``start:stop`` (such as layers) on the devices of the stage.
+        The forward includes the calls that every stage runs in addition."""
         pace = self._pace_of[stages]
         return self._forward[pace, start, stop] + self._overhead[stages], self._backward[pace, start, stop]
 
     def waits_at(self, stages: Counts, start: Counts, stop: Counts) -> tuple[Vector, Vector]:
-        """Return two arrays with an entry for each triple of entries of the index arrays ``stages``, ``start`` and
-        ``stop``: the seconds that the stage with the block calls ``start:stop`` (such as layers) waits for values from
-        the stage before, and for gradients from the stage behind.
-        """
+        """Return two arrays with an entry for each position of the index arrays ``stages``, ``start`` and ``stop``: the
+        seconds that the stage with the block calls ``start:stop`` (such as layers) waits for values from the previous
+        stage, and for gradients from the next stage."""
         before, after = self._end_wait_seconds
         return before[stages, start], after[stages, stop]
 
     def transfers(self, stage: int) -> tuple[Table, Table]:
         """Return the seconds that the stage with index ``stage`` waits for other stages, as two arrays: for values from
-        the stage before, shape ``[calls + 1, 1]``, and for gradients from the stage behind, shape ``[1, calls + 1]``.
+        the previous stage, shape ``[calls + 1, 1]``, and for gradients from the next stage, shape ``[1, calls + 1]``.
         The index is the number of block calls (such as layers) before the cut between the two stages."""
         before, after = self._end_wait_seconds
         return before[stage][:, None], after[stage][None, :]
@@ -376,9 +372,8 @@ class StageTables:
     @cached_property
     def _end_wait_seconds(self) -> tuple[Table, Table]:
         """Return two arrays of shape ``[stages, calls + 1]``: the seconds that each stage waits for values from the
-        stage before, and for gradients from the stage behind. The second index is the number of block calls (such as
-        layers) before the cut between the two stages.
-        """
+        previous stage, and for gradients from the next stage. The second index is the number of block calls (such as
+        layers) before the cut between the two stages."""
         problem, cut = self.problem, self.segments
         before, after = np.zeros((2, problem.num_stages, len(problem.calls) + 1))
         different = dict.fromkeys((link.bandwidth, link.latency) for link in problem.links)
@@ -392,10 +387,10 @@ class StageTables:
 
     @cached_property
     def most_recomputed(self) -> Counts:
-        """Return a table whose entry ``[start, stop]`` is the largest number of the calls ``start:stop`` of blocks
-        (such as layers) that may be recomputed in full. It is 0 if the model is not trained or the user excludes full
-        recomputation. If full recomputation is required, it is the number of those calls up to the last call of a block
-        that occurs several times. If it is a free choice, it is the number of all these calls."""
+        """Return a table whose entry ``[start, stop]`` is the largest number of the block calls ``start:stop`` (such as
+        layers), counted from the first, that may be recomputed in full. If recomputation is a free choice, all of them
+        may. If full recomputation is required, only the calls up to the last call of a block that occurs several times
+        may. The table is 0 if the model is not trained or the user excludes full recomputation."""
         n = len(self.problem.calls)
         stop = np.arange(n + 1)[None, :]
         if self.problem.recompute == "full":  # recomputing the embedding and the head frees hardly any memory
@@ -404,14 +399,15 @@ class StageTables:
         return length if self.problem.train and self.problem.recompute in (None, "full") else np.zeros_like(length)
 
     def recomputed(self, stage: int | Counts, start: Counts, stop: Counts) -> Counts:
-        """Return, for each pair of entries of the index arrays ``start`` and ``stop``, how many of the block calls
-        ``start:stop`` (such as layers), counted from the first, a stage recomputes in full. If the user requires full
-        recomputation, this is the largest number allowed. Otherwise it is the least number with which the calls fit in
-        memory. If they fit with none, it is the largest number allowed; the caller has to compare their bytes with the
-        memory. Recomputed calls keep all their inputs; the other calls keep what they save. A prefix sum of the saved
-        bytes gives the number of calls to recompute.
+        """Return, for each pair of the index arrays ``start`` and ``stop``, how many of the block calls ``start:stop``
+        (such as layers), counted from the first, a stage recomputes in full. If the user requires full recomputation,
+        this is the largest number allowed. Otherwise it is the least number with which the calls fit in memory. If the
+        calls do not fit with any number, it is the largest number allowed; the caller has to compare the bytes with the
+        memory.
 
-        ``stage``: index of one stage for all pairs, or an array with one for each pair.
+        ``stage``: index of one stage for all pairs, or an array with one index for each pair. Recomputed calls keep all
+        their inputs; the other calls keep what they save for backward. A prefix sum of the saved bytes gives the number
+        of calls to recompute.
         """
         most, capacity = self.most_recomputed[start, stop], self._capacity[stage]
         if self.problem.recompute == "full" or not most.any():
@@ -441,9 +437,8 @@ class StageTables:
 
     def again(self, stage: int | Counts, start: Counts, recomputed: Counts) -> Table:
         """Return the seconds per microbatch that a stage takes to recompute in full the first ``recomputed`` block
-        calls (such as layers) from index ``start`` on; both are arrays of integers of the same shape, which the result
-        has too. ``stage``: index of the stage, or an array with one index for each entry.
-        """
+        calls (such as layers) from index ``start`` on. ``start``, ``recomputed`` and the result are arrays of the same
+        shape. ``stage``: index of the stage, or an array with one index for each entry."""
         prefix, pace = self._whole_again, self._pace_of[stage]
         stop = np.minimum(start + recomputed, prefix.shape[1] - 1)
         seconds: Table = prefix[pace, stop] - prefix[pace, start]
@@ -451,18 +446,16 @@ class StageTables:
 
     @cached_property
     def fixed_memory(self) -> Table:
-        """Return the bytes of each possible stage that do not depend on the number of microbatches in flight:
-        parameters, gradients, optimizer states, send and receive buffers, and working memory. The entry ``[start,
-        stop]`` of the table is for a stage of the block calls (such as layers) ``start:stop``.
-        """
+        """Return a table whose entry ``[start, stop]`` is the bytes of a stage of the block calls ``start:stop`` (such
+        as layers) that do not depend on the number of microbatches in flight: parameters, gradients, optimizer states,
+        send and receive buffers, and working memory."""
         cut = self.segments
         return self.states + cut.largest_working + cut.boundary + self.problem.overhead.working_bytes
 
     @cached_property
     def _fixed_bytes_without_recompute(self) -> Table:
-        """Return the bytes of each possible stage that do not depend on the number of microbatches in flight, if the
-        stage recomputes nothing. The entry ``[start, stop]`` of the table is for a stage of the block calls (such as
-        layers) ``start:stop``.
+        """Return a table whose entry ``[start, stop]`` is the bytes of a stage of the block calls ``start:stop`` (such
+        as layers) that do not depend on the number of microbatches in flight, if the stage recomputes nothing.
 
         Gradients that are allocated late, during the first backward, count only as far as they exceed the activations
         that backward has freed by then.
@@ -483,12 +476,11 @@ class StageTables:
 
     @cached_property
     def _fixed_again(self) -> Table:
-        """Return the bytes of each possible stage that do not depend on the number of microbatches in flight, if the
-        stage recomputes calls in full. The entry ``[start, stop]`` of the table is for a stage of the block calls (such
-        as layers) ``start:stop``.
+        """Return a table whose entry ``[start, stop]`` is the bytes of a stage of the block calls ``start:stop`` (such
+        as layers) that do not depend on the number of microbatches in flight, if the stage recomputes calls in full.
 
-        The working memory in it is the larger of two: the temporary bytes of a call that is not recomputed, or the
-        saved and temporary bytes of the one call that is being recomputed.
+        They include the working memory, which is the larger of two: the temporary bytes of a call that is not
+        recomputed, or the saved and temporary bytes of the one call that is being recomputed.
         """
         return self._fixed_bytes_without_working + np.maximum(
             self.segments.largest_working, self.segments.largest_again
@@ -507,7 +499,7 @@ class StageTables:
 
         ``stage``: index of the stage, or an array of indices. ``whole``: bytes of a microbatch whose backward has not
         begun. ``half``: bytes of a microbatch between the two halves of its backward. ``gone``: bytes that one of the
-        microbatches whose backward has not begun has freed already.
+        microbatches whose backward has not begun has already freed.
         """
         held: Table = np.zeros(())
         for begun, (of_whole, of_half) in enumerate(self._counts):
@@ -518,8 +510,8 @@ class StageTables:
 
     def _compute_peak_without_recompute(self, stage: int | Counts, start: Counts, stop: Counts) -> Table:
         """Return the peak bytes of a stage of the block calls ``start:stop`` (such as layers) if no call is recomputed
-        in full; one number for each pair of ``start`` and ``stop``. ``stage``: index of the stage, or an array of
-        indices."""
+        in full. The result has one number for each pair of ``start`` and ``stop``. ``stage``: index of the stage, or an
+        array of indices."""
         inputs = self.segments.saved_inputs[start, stop]
         carried = self.segments.carried[start, stop] + inputs
         held = self.segments.saved[start, stop] + inputs, carried
@@ -529,9 +521,9 @@ class StageTables:
     def _closed(
         self, peak: Table, stage: int | Counts, start: Counts, stop: Counts, whole: Table, half: Table
     ) -> Table:
-        """Return the peak bytes of stages of the block calls ``start:stop`` (such as layers), given the peak at all
-        times but one: ``peak``. At the remaining time, the end of a microbatch's backward, gradients are sent to the
-        ranks that own them, and one microbatch is already freed.
+        """Return the peak bytes of stages of the block calls ``start:stop`` (such as layers) over all times: the
+        maximum of ``peak`` and of the bytes at the end of a microbatch's backward. At this time, which ``peak`` leaves
+        out, the microbatch is already freed and gradients are sent to the ranks that own them.
 
         ``stage``: index of the stage, or an array of indices. ``start``, ``stop``: arrays. ``whole``: bytes of a
         microbatch whose backward has not begun. ``half``: bytes of a microbatch between the two halves of its backward.
@@ -548,17 +540,15 @@ class StageTables:
 
     @cached_property
     def _fixed_bytes_without_working(self) -> Table:
-        """Return the bytes of each possible stage that do not depend on the number of microbatches in flight, without
-        the temporary memory of running calls.
-
-        The entry ``[start, stop]`` of the table is for a stage of the block calls (such as layers) ``start:stop``.
-        """
+        """Return a table whose entry ``[start, stop]`` is the bytes of a stage of the block calls ``start:stop`` (such
+        as layers) that do not depend on the number of microbatches in flight, without the temporary memory of running
+        calls."""
         return self.fixed_memory - self.segments.largest_working
 
     def _compute_peak_with_recompute(self, stage: int | Counts, start: Counts, stop: Counts) -> Table:
         """Return the peak bytes of a stage of the block calls ``start:stop`` (such as layers) if all of them are
-        recomputed in full, so that only inputs are kept; one number for each pair of ``start`` and ``stop``. ``stage``:
-        index of the stage, or an array of indices."""
+        recomputed in full, so that only inputs are kept. The result has one number for each pair of ``start`` and
+        ``stop``. ``stage``: index of the stage, or an array of indices."""
         inputs = self.segments.all_inputs[start, stop]
         held = inputs, inputs + self.segments.carried[start, stop]
         peak: Table = self._fixed_again[start, stop] + self._bound_in_flight_bytes(stage, *held)
@@ -608,18 +598,17 @@ def count_unread_inputs(cost: CallCost) -> float:
 
 @lru_cache(maxsize=8)
 def _runs_of(calls: int, most: int, least: int = 1) -> tuple[Counts, Counts]:
-    """Return two arrays over sequences of block calls (such as layers): the first call, and the index after the last
-    call, of all sequences of ``least`` to ``most`` consecutive calls. ``calls``: the number of calls of the model.
-    """
+    """Return two arrays, the first call and the index after the last call, of all sequences of ``least`` to ``most``
+    consecutive block calls (such as layers). ``calls``: the number of calls of the model."""
     start, stop = np.triu_indices(calls + 1, least)
     short = stop - start <= most
     return start[short], stop[short]
 
 
 def _stack_in_flight_counts(held: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[Vector, Vector]]:
-    """Rearrange the numbers of microbatches that each stage holds for computation with arrays: from a list of pairs for
-    each stage (``held``) into one list of pairs of arrays of shape ``[stages]``. For stages with fewer pairs the last
-    pair is repeated.
+    """Return the numbers of microbatches that each stage holds, rearranged for computation with arrays. ``held`` has a
+    list of pairs for each stage; the result has a list of pairs of arrays of shape ``[stages]``. For stages with fewer
+    pairs the last pair is repeated.
 
     A pair describes one point in time of the schedule: the number of microbatches whose backward has not begun, and the
     number between the two halves of their backward.
@@ -637,12 +626,11 @@ def _message_times(num_bytes: Table, bandwidth: float, latency: float) -> Table:
 
 
 def min_max(tables: list[Table], least: int = 0) -> tuple[float, list[int]]:
-    """Choose the cuts of the block calls (such as layers) into stages for which the largest value of a stage is
-    smallest. Return this largest value, and the cuts: the index of the first call of each stage, followed by the number
-    of calls.
+    """Cut the block calls (such as layers) into stages so that the largest value of a stage is as small as possible.
+    Return this largest value, and the cuts: the index of the first call of each stage, followed by the number of calls.
 
     ``tables``: for each stage, a table whose entry ``[start, stop]`` is the value of the calls ``start:stop``.
-    ``least``: every stage has at least this number of calls, 0 or 1.
+    ``least``: the least number of calls of every stage, 0 or 1.
     """
     width = len(tables[0]) - len(tables) * least  # calls before a cut, if the other stages have as few as possible
     reached = np.full(width, np.inf)

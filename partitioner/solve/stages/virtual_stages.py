@@ -61,10 +61,11 @@ def fit_virtual_stages(
     tables: StageTables, plans: Sequence[StagePlan], taken: Taken, capacity: float
 ) -> list[StagePlan] | None:
     """Choose the recomputation of a rank's virtual stages so that they fit in ``capacity`` bytes together, with the
-    least recomputation time. Return the new plans, or ``None`` if not even the most recomputation fits.
+    least recomputation time. Return the new plans, or ``None`` if the stages do not fit even with the most
+    recomputation.
 
     ``tables``: seconds and bytes of all possible stages. ``plans``: the virtual stages; their calls stay as they are.
-    ``taken``: function of a list of plans that returns the peak bytes of these virtual stages on one rank together.
+    ``taken``: function from a list of plans to the peak bytes of these virtual stages together on one rank.
     """
     every = (
         _yield_variants_by_calls(tables, plans),
@@ -79,8 +80,7 @@ def fit_virtual_stages(
 def _find_least_recompute_fit(ways: Sequence[list[StagePlan]], taken: Taken, capacity: float) -> list[StagePlan] | None:
     """Return the first entry of ``ways`` that fits in ``capacity`` bytes, or ``None`` if none fits. ``ways``: variants
     of the plans of one rank's virtual stages, ordered by increasing recomputation, which allows a binary search.
-    ``taken``: function that returns the peak bytes of such a list of plans together.
-    """
+    ``taken``: function from such a list of plans to their peak bytes together on one rank."""
     low, high = 0, len(ways) - 1
     if taken(ways[high]) > capacity:
         return None
@@ -93,12 +93,13 @@ def _find_least_recompute_fit(ways: Sequence[list[StagePlan]], taken: Taken, cap
 def _yield_variants_by_calls(
     tables: StageTables, plans: Sequence[StagePlan], *, in_part: bool = False
 ) -> Iterator[list[StagePlan]]:
-    """Yield variants of ``plans`` (the virtual stages of a rank): first with no call recomputed in full, then each time
-    with one more. The next call is the one that frees the most bytes per second of recomputation. Nothing is yielded if
-    the problem requires full recomputation, or allows no call to be recomputed.
+    """Yield variants of ``plans`` (the virtual stages of a rank): first one without full recomputation, then each time
+    a variant in which one more block call (such as a layer) is recomputed in full. The next call is the one that frees
+    the most bytes per second of recomputation. Nothing is yielded if the problem requires full recomputation, or allows
+    no call to be recomputed.
 
-    ``in_part``: the other block calls (such as layers) are recomputed selectively (only cheap operators). ``tables``:
-    seconds and bytes of all possible stages.
+    ``in_part``: whether the other calls are recomputed selectively (only cheap operators). ``tables``: seconds and
+    bytes of all possible stages.
     """
     most = [int(tables.most_recomputed[plan.start, plan.stop]) for plan in plans]
     if tables.problem.recompute == "full" or not any(most) or (in_part and tables.slim is None):
@@ -188,11 +189,11 @@ def solve_virtual(
     """Cut the block calls (such as layers) of ``problem`` into the virtual stages of ``schedule``, and return the
     stages of each rank with the simulated pipeline time.
 
-    ``problem``: the calls with their costs. It has one stage for each virtual stage, each with the memory capacity of
-    the rank that runs it. ``num_ranks``: number of pipeline ranks. ``chunks``: number of virtual stages on each rank;
-    ``None``: the number that the schedule fixes. ``proven``: also compute a tight lower bound over all cuts.
-    ``improved``: also improve the cuts by simulation of the schedule; without it, a formula of the slowest stage and
-    the sum of stages chooses the cuts. ``cutoff_s``: pipelines that take at least this many seconds are of no use to
+    ``problem``: the calls with their costs. It has one stage for each virtual stage, with the memory capacity of the
+    rank that runs it. ``num_ranks``: number of pipeline ranks. ``chunks``: number of virtual stages on each rank;
+    ``None``: the number that the schedule fixes. ``proven``: whether to compute also a tight lower bound over all cuts.
+    ``improved``: whether to improve the cuts by simulation of the schedule. If not, the cuts minimise a formula of the
+    slowest stage and the sum of stages. ``cutoff_s``: pipelines that take at least this many seconds are of no use to
     the caller. Raises :class:`PlanError` if there are more stages than calls, and :class:`CapacityError` if no cuts
     that fit were found.
     """
@@ -215,9 +216,11 @@ def _solve_with_recompute(
     improved: bool,
     cutoff_s: float,
 ) -> StageSplit:
-    """Return the best cut of the block calls (such as layers) of ``problem`` into virtual stages, with whatever
-    recomputation makes it fastest. The arguments are those of :func:`solve_virtual`.
-    """
+    """Return the best cut of the block calls (such as layers) of ``problem`` into the virtual stages of ``schedule``,
+    with the recomputation that makes it fastest. ``num_ranks``: number of pipeline ranks. ``chunks``: number of virtual
+    stages on each rank; ``None``: the number that the schedule fixes. ``proven``: whether to compute also a tight lower
+    bound over all cuts. ``improved``: whether to improve the cuts by simulation of the schedule. ``cutoff_s``:
+    pipelines of at least this many seconds are of no use."""
     lacking: CapacityError | None = None
     found: list[StageSplit] = []
     try:
@@ -259,9 +262,10 @@ def _tighten_bound(
     proven: bool,
     cutoff_s: float,
 ) -> StageSplit:
-    """Return ``best``, a cut that fits, with a lower bound in seconds on all cuts: ``least``, or a tighter one if
-    ``proven`` is set and ``least`` is not close. The other arguments are those of :func:`solve_virtual`.
-    """
+    """Return ``best``, a cut that fits, with a lower bound in seconds on all cuts of ``problem``. The bound is
+    ``least``, or a tighter one if ``proven`` is set and ``least`` is far from the time of ``best``. ``schedule``: name
+    or table of the schedule. ``num_ranks``: number of pipeline ranks. ``chunks``: number of virtual stages on each
+    rank; ``None``: the number that the schedule fixes. ``cutoff_s``: a bound of this many seconds is tight enough."""
     limit_s = min(best.ended_s, cutoff_s)
     if proven and least < limit_s * (1 - _CLOSE):
         # the cases take several times as long as the rest of the bound
@@ -283,9 +287,10 @@ def _bound_with_memory(
     memory requires. Return 0 if the bound would take long to compute, if ``problem`` fixes recomputation or stages, or
     if there is no backward.
 
-    ``split``: a cut that fits. ``schedule``: its name or table. ``num_ranks``: number of pipeline ranks. ``chunks``:
-    number of virtual stages on each rank; ``None``: the number that the schedule fixes. ``limit_s``: a bound of this
-    many seconds is tight enough. ``known``: the stages of ``split`` if cases are to be distinguished, otherwise empty.
+    ``split``: a cut that fits. ``schedule``: name or table of the schedule. ``num_ranks``: number of pipeline ranks.
+    ``chunks``: number of virtual stages on each rank; ``None``: the number that the schedule fixes. ``limit_s``: a
+    bound of this many seconds is tight enough. ``known``: the stages of ``split`` if the bound may be tightened by
+    distinguishing cases (branch and bound), otherwise empty.
     """
     fixed = problem.recompute is not None or problem.may_be_empty or bool(problem.barred)
     timetable, more = shorten_timetable(schedule, num_ranks, problem.num_microbatches, chunks)
@@ -304,8 +309,8 @@ def _bound_with_memory(
 
 def _bound_recomputed_seconds(problem: StageProblem, num_ranks: int, how: str) -> float:
     """Return a lower bound in seconds on the pipeline of ``problem`` if all block calls (such as layers) are
-    recomputed: the work, divided evenly over ``num_ranks`` ranks. ``how``: ``"full"``, or ``"selective"``
-    recomputation."""
+    recomputed: the work, divided evenly over ``num_ranks`` ranks. ``how``: the kind of recomputation, ``"full"`` or
+    ``"selective"``."""
 
     def of_call(cost: CallCost, number: int) -> float:
         cost = cost.selective() if how == "selective" else cost
@@ -343,7 +348,7 @@ class _VirtualStageRanks:
     @cached_property
     def flying(self) -> InFlightMicrobatches:
         """Return how many microbatches each virtual stage holds under the schedule, for each time at which memory may
-        peak. The numbers are pairs (backward not begun, between the two halves of a split backward)."""
+        peak. A number of microbatches is a pair (backward not begun, between the two halves of a split backward)."""
         return held_microbatches(self.schedule, len(self.own), self.problem.num_microbatches, self.chunks)
 
     @cached_property
@@ -353,7 +358,8 @@ class _VirtualStageRanks:
 
     def seconds(self, split: StageSplit, *, ends: bool = True) -> float:
         """Return the seconds that a step's pipeline takes with the stages of ``split``, by simulating the forwards and
-        backwards of the schedule. ``ends``: with the collectives at the ends of the step, if the problem has them."""
+        backwards of the schedule. ``ends``: whether to include the collectives at the ends of the step, if the problem
+        has them."""
         problem = self.problem
         phases = [phases_of(problem, k, plan, ends=ends) for k, plan in enumerate(split.stages)]
         m, overlap = problem.num_microbatches, problem.overlap_steps
@@ -361,15 +367,16 @@ class _VirtualStageRanks:
         return pipeline_seconds(*how, overlap_steps=overlap)
 
     def memory(self, tables: StageTables, every: Sequence[StagePlan]) -> list[float]:
-        """Return the peak bytes of each pipeline rank with all of its virtual stages. ``tables``: seconds and bytes of
-        all possible stages. ``every``: the plans (block calls, seconds and memory) of all virtual stages in order.
-        """
+        """Return, for each pipeline rank, the peak bytes of all its virtual stages together. ``tables``: seconds and
+        bytes of all possible stages. ``every``: the plans (block calls, seconds and memory) of all virtual stages in
+        order."""
         return [self.taken(tables, rank, [every[k] for k in own]) for rank, own in enumerate(self.own)]
 
     @cached_property
     def _counts_together(self) -> list[NDArray[np.float64]]:
-        """Return, for each rank, the microbatches in flight at each time at which its memory may peak, shape ``[virtual
-        stages, 2, moments]``: those whose backward has not begun, and those between the two halves of it."""
+        """Return, for each rank, an array of numbers of microbatches in flight, shape ``[virtual stages, 2, moments]``.
+        Index 0 of the second dim has the microbatches whose backward has not begun, index 1 those between the two
+        halves of their backward. The moments are the times at which the memory of the rank may peak."""
         return [np.moveaxis(np.array(moments, dtype=np.float64), 0, 2) for moments in self.flying.together]
 
     def hold(self, tables: StageTables, every: Sequence[StagePlan]) -> bool:
@@ -386,7 +393,8 @@ class _VirtualStageRanks:
         as far as they exist at the same time.
 
         ``plans``: the plan of each virtual stage of the rank, in the order of ``own[rank]``. ``tables``: seconds and
-        bytes of all possible stages."""
+        bytes of all possible stages.
+        """
         problem, stages = tables.problem, self.own[rank]
         ways = [tables.slim if plan.selective and tables.slim is not None else tables for plan in plans]
         working = [
@@ -407,10 +415,9 @@ class _VirtualStageRanks:
 
 
 def _in_flight_sizes(tables: StageTables, plans: Sequence[StagePlan]) -> list[tuple[float, float]]:
-    """Return the activation bytes of a microbatch on each of the virtual stages ``plans``, as pairs: of one whose
-    backward has not begun, and of one between the two halves of its backward. ``tables``: seconds and bytes of all
-    possible stages.
-    """
+    """Return the activation bytes of a microbatch on each of the virtual stages ``plans``, as pairs: the bytes of a
+    microbatch whose backward has not begun, and of a microbatch between the two halves of its backward. ``tables``:
+    seconds and bytes of all possible stages."""
     sizes = np.empty((2, len(plans)))
     selective = np.array([plan.selective and tables.slim is not None for plan in plans])
     for way, chosen in ((tables, ~selective), (tables.slim, selective)):
@@ -433,10 +440,9 @@ def _solve_virtual_stages(
 ) -> StageSplit:
     """Cut the block calls (such as layers) of ``problem`` into the virtual stages of ``schedule``, and return the
     stages of each rank. ``num_ranks``: number of pipeline ranks. ``chunks``: number of virtual stages on a rank;
-    ``None``: the number that the schedule fixes. ``proven``: the search may take longer, so that the lower bound is
-    tighter. ``improved``: also improve the cuts by simulation of the schedule. ``cutoff_s``: pipelines of at least this
-    many seconds are of no use. Raises :class:`CapacityError` if no cuts that fit were found.
-    """
+    ``None``: the number that the schedule fixes. ``proven``: whether the search may take longer, for a tighter lower
+    bound. ``improved``: whether to improve the cuts by simulation of the schedule. ``cutoff_s``: pipelines of at least
+    this many seconds are of no use. Raises :class:`CapacityError` if no cuts that fit were found."""
     ranks = _VirtualStageRanks.of(problem, schedule, num_ranks, chunks)
     capacity = ranks.capacity
     whole = tables = StageTables(ranks.problem)
@@ -484,8 +490,8 @@ def _solve_virtual_stages(
 def set_scheduled_in_flight(
     problem: StageProblem, schedule: str | ScheduleTable, num_ranks: int, chunks: int | None
 ) -> StageProblem:
-    """Return a copy of ``problem`` with the numbers of microbatches that each stage holds under ``schedule``. If the
-    problem is not for training, return it unchanged.
+    """Return a copy of ``problem`` in which the field ``flying`` has the numbers of microbatches that each stage holds
+    under ``schedule``. If the problem is not for training, return it unchanged.
 
     ``num_ranks``: number of pipeline ranks. ``chunks``: number of virtual stages on each rank; ``None``: the number
     that the schedule fixes.
@@ -552,20 +558,20 @@ def _divide_rank_capacity(
 
 
 def _sum_in_flight_bytes(counts: Counts, each: tuple[float, float]) -> float:
-    """Return the bytes of the microbatches in flight. Both pairs are (backward not begun, between the two backward
-    halves): ``counts`` are numbers of microbatches, ``each`` are bytes of one microbatch."""
+    """Return the bytes of the microbatches in flight. ``counts``: numbers of microbatches. ``each``: bytes of one
+    microbatch. Both are pairs (backward not begun, between the two halves of the backward)."""
     return counts[0] * each[0] + counts[1] * each[1]
 
 
 def _improve_virtual_cuts(
     tables: StageTables, split: StageSplit, ranks: _VirtualStageRanks, cutoff_s: float, quick: bool
 ) -> tuple[StageSplit, float]:
-    """Search for faster cuts into stages, starting from the cuts of ``split``. Return the fastest cut into stages that
-    fits, and a lower bound in seconds over all cuts.
+    """Search for faster cuts into stages, starting from the cuts of ``split``. Return the fastest cuts that fit, and a
+    lower bound in seconds over all cuts.
 
     ``tables``: tables in which each virtual stage may use all memory of its rank. ``ranks``: the virtual stages of each
-    rank. ``cutoff_s``: pipelines that take at least this many seconds are of no use to the caller. ``quick``: run a
-    quarter of the iterations.
+    rank. ``cutoff_s``: pipelines that take at least this many seconds are of no use to the caller. ``quick``: whether
+    to run only a quarter of the iterations.
     """
     problem, p = ranks.problem, len(ranks.own)
     table, more = shorten_timetable(ranks.schedule, p, problem.num_microbatches, ranks.chunks)
@@ -601,18 +607,18 @@ def _improve_virtual_cuts(
 
 
 def _cut_by_memory(problem: StageProblem, split: StageSplit) -> bool:
-    """Return whether stages of ``split`` recompute block calls (such as layers) although ``problem`` does not require
-    it, that is, only to fit in memory. Other cuts may then be faster, because the search for cuts does not count the
-    time of this recomputation."""
+    """Return whether stages of ``split`` recompute block calls (such as layers) only to fit in memory, because
+    ``problem`` does not require recomputation. Other cuts may then be faster, because the search for cuts does not
+    count the time of this recomputation."""
     return problem.recompute is None and any(plan.recompute or plan.selective for plan in split.stages)
 
 
 def _join_stages_by_rank(
     split: StageSplit, ranks: _VirtualStageRanks, memory: Sequence[float], bound: float
 ) -> StageSplit:
-    """Return ``split``, a division of the model into virtual stages, with the virtual stages of each rank joined to one
-    entry, and with the simulated seconds of the schedule. ``ranks``: the virtual stages of each rank. ``memory``: peak
-    bytes of each rank. ``bound``: lower bound in seconds over all cuts."""
+    """Return ``split``, a cut of the model into virtual stages, as a cut with one entry for each rank, which joins the
+    rank's virtual stages. The result has the simulated seconds of the schedule. ``ranks``: the virtual stages of each
+    rank. ``memory``: peak bytes of each rank. ``bound``: lower bound in seconds over all cuts."""
     seconds = ranks.seconds(split, ends=False)
     with_ends = ranks.seconds(split) if ranks.problem.ends else 0.0
     stages = tuple(
@@ -642,13 +648,13 @@ def _merge_virtual_stages(parts: Sequence[StagePlan], memory: int) -> StagePlan:
 
 
 def phases_of(problem: StageProblem, stage: int, plan: StagePlan, *, ends: bool = False) -> Phases:
-    """Return the seconds of one microbatch in a virtual stage, split into forward, backward for inputs, backward for
-    weights, and the waits for values and for gradients. ``stage``: index of the virtual stage. ``plan``: its block
-    calls (such as layers) and seconds. ``ends``: also return the seconds of the collectives at the ends of a step, if
-    the problem has them.
+    """Return the seconds of one microbatch in a virtual stage: forward, backward for inputs, backward for weights, and
+    the waits for values and for gradients. Collectives and recomputation belong to the backward for inputs. While a
+    message is on its way to the stage, its rank may run another virtual stage, or another microbatch.
 
-    Collectives and recomputation belong to the backward for inputs. While a message is on its way to the stage, its
-    rank may run another virtual stage, or another microbatch. ``problem``: the calls and links.
+    ``stage``: index of the virtual stage. ``plan``: its block calls (such as layers) and seconds. ``ends``: whether to
+    return also the seconds of the collectives at the ends of a step, if the problem has them. ``problem``: the calls
+    and links.
     """
     costs = problem.pace(stage).costs[plan.start : plan.stop]
     weights = sum(c.later_s for c in costs) if problem.train else 0.0

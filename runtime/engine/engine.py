@@ -94,7 +94,8 @@ class Engine:
             ``eager`` as ``compile`` says. If ``compile`` is ``None``, too: as the plan's constraints say; without such
             a constraint, ``compiled`` on a GPU and ``eager`` on a CPU.
         communicator: connects this rank with the others; by default torch's default process group.
-        library: compiled blocks, which several engines of a process can share; by default a new library.
+        library: graphs of the program's blocks, which engines of several ranks in one process can share; by default a
+            new library.
 
     Attributes:
         steps: number of batches since the start of training, one per call of :meth:`step`, accumulated or not;

@@ -350,7 +350,8 @@ def fuse_segments(
         product = node.target is torch.ops.aten.mm.default and node in sunk and set(node.users) == {graph.output_node()}
         if collective_name(node.target) is not None or part_of_one or product:
             apart.add(node)
-        # A collective's result belongs to the next level: its readers run after the operators that lead to the collective.
+        # A collective's result belongs to the next level: its readers run after all operators on which the collective
+        # depends.
         levels[node] = max((levels.get(i, 0) + (i in apart) for i in node.all_input_nodes), default=0)
     new = fx.Graph()
     values: dict[fx.Node, fx.Node] = {n: new.node_copy(n) for n in graph.nodes if n.op == "placeholder"}

@@ -22,8 +22,8 @@ from partitioner.runtime.program.program import OutputData, Program, RankProgram
 
 class BatchShape(NamedTuple):
     """The shape of a batch. ``batch``: number of samples. ``length``: number of positions of each sample, such as
-    tokens; 0 if the inputs have no dim of positions. ``targets``: number of positions of each target, if targets have a
-    length of their own; otherwise 0.
+    tokens; 0 if the inputs have no dim of positions. ``targets``: number of positions of each target, if targets may
+    have another length than the inputs; otherwise 0.
     """
 
     batch: int

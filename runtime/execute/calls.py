@@ -76,8 +76,8 @@ class Environment:
 
 class StageStates(NamedTuple):
     """The parameters and buffers of a pipeline stage on one rank, by name. ``tensors``: their values. ``sinks``: the
-    objects that accumulate their gradients. ``leaving``: the names of those whose memory is freed between block calls,
-    such as parameters sharded by ZeRO.
+    objects that accumulate their gradients. ``leaving``: the names of those whose memory is freed between block calls
+    (such as layers), such as parameters sharded by ZeRO.
     """
 
     tensors: Mapping[str, Tensor]
@@ -143,8 +143,9 @@ class BoundCall:
             self.run_weight = binder.compile_piece(self.call.block, needs, "backward_weight").function
 
     def forward(self, microbatch: int, values: dict[str, Tensor]) -> None:
-        """Run the forward of this block call on the microbatch with the index ``microbatch``. Inputs are read from, and
-        outputs stored in, ``values``, a dict: name -> tensor. The tensors that backward needs are saved in :attr:`env`.
+        """Run the forward of this block call (such as a layer) on the microbatch with the index ``microbatch``. Inputs
+        are read from, and outputs stored in, ``values``, a dict: name -> tensor. The tensors that backward needs are
+        saved in :attr:`env`.
         """
         self.moment.microbatch = microbatch
         given = [values[v] for v in self.inputs]
@@ -165,8 +166,8 @@ class BoundCall:
             tell(microbatch, name, results[k])
 
     def backward(self, microbatch: int) -> None:
-        """Run the backward of this block call on the microbatch with the index ``microbatch``: add the gradients of the
-        inputs and of the parameters. Do nothing if the call has no backward.
+        """Run the backward of this block call (such as a layer) on the microbatch with the index ``microbatch``: add
+        the gradients of the inputs and of the parameters. Do nothing if the call has no backward.
         """
         if self.has_backward:
             self._add_input_gradients(
@@ -174,8 +175,8 @@ class BoundCall:
             )
 
     def backward_input(self, microbatch: int) -> None:
-        """Run the half of the backward of this block call that adds the gradients of the inputs, on the microbatch with
-        the index ``microbatch``. Save the tensors that the other half needs.
+        """Run the half of the backward of this block call (such as a layer) that adds the gradients of the inputs, on
+        the microbatch with the index ``microbatch``. Save the tensors that the other half needs.
         """
         if self.has_backward:
             results = self.run_input(self._collect_backward_arguments(microbatch), ())
@@ -183,16 +184,16 @@ class BoundCall:
             self._add_input_gradients(microbatch, results)
 
     def backward_weight(self, microbatch: int) -> None:
-        """Run the half of the backward of this block call that adds the gradients of the parameters, on the microbatch
-        with the index ``microbatch``. :meth:`backward_input` must have run before.
+        """Run the half of the backward of this block call (such as a layer) that adds the gradients of the parameters,
+        on the microbatch with the index ``microbatch``. :meth:`backward_input` must have run before.
         """
         if self.has_backward:
             self.moment.microbatch = microbatch
             self.run_weight(self.env.saved.pop((microbatch, self.index)), self.sinks)
 
     def offload(self, microbatch: int) -> None:
-        """Start to move the tensors that the forward of this block call saved for the microbatch with the index
-        ``microbatch`` to host memory.
+        """Start to move the tensors that the forward of this block call (such as a layer) saved for the microbatch with
+        the index ``microbatch`` to host memory.
         """
         if self.has_backward:
             place = microbatch, self.index
@@ -200,15 +201,15 @@ class BoundCall:
             self.env.parked[place] = OffloadedActivations(saved, stay, self.env.copier)
 
     def fetch(self, microbatch: int) -> None:
-        """Start to copy the tensors that the forward of this block call saved for the microbatch with the index
-        ``microbatch`` from host memory back to the device.
+        """Start to copy the tensors that the forward of this block call (such as a layer) saved for the microbatch with
+        the index ``microbatch`` from host memory back to the device.
         """
         if self.has_backward:
             self.env.parked[microbatch, self.index].fetch()
 
     def _collect_backward_arguments(self, microbatch: int) -> list[Any]:
-        """Return the arguments for the backward of this block call on the microbatch with the index ``microbatch``:
-        saved tensors, recomputed if necessary, then gradients of the outputs.
+        """Return the arguments for the backward of this block call (such as a layer) on the microbatch with the index
+        ``microbatch``: saved tensors, recomputed if necessary, then gradients of the outputs.
         """
         self.moment.microbatch = microbatch
         place = microbatch, self.index

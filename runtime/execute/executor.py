@@ -324,8 +324,8 @@ class Executor:
         calls = [c for c in self.calls if c.call.prologue]
 
         def total_forward() -> None:
-            """Run the block calls that compute the microbatch's summands of the totals (sums over the global batch),
-            and add the results to the totals of this rank.
+            """Run the block calls (such as layers) that compute the microbatch's summands of the totals (sums over the
+            global batch), and add the results to the totals of this rank.
             """
             values = self.env.values[microbatch].copy()
             for call in calls:

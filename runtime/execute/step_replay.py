@@ -125,10 +125,10 @@ def find_replay_obstacle(block: BlockGraph, device: str) -> str:
 
 
 class ReplayableCall:
-    """Wrapper of ``bound``, one block call, with the same methods, for steps that are recorded and replayed. A call in
-    which the host reads values from the device cannot be part of a recording. Such a call runs as usual between the
-    recorded segments, in the recorded step and in each replay. ``reason``: why the call cannot be recorded, as text;
-    empty if it can. ``replay``: decides which steps are recorded.
+    """Wrapper of ``bound``, one block call (such as a layer), with the same methods, for steps that are recorded and
+    replayed. A call in which the host reads values from the device cannot be part of a recording. Such a call runs as
+    usual between the recorded segments, in the recorded step and in each replay. ``reason``: why the call cannot be
+    recorded, as text; empty if it can. ``replay``: decides which steps are recorded.
     """
 
     def __init__(self, bound: BoundCall, replay: StepReplay, reason: str) -> None:
@@ -140,26 +140,26 @@ class ReplayableCall:
         return self.call.path or self.call.block
 
     def forward(self, microbatch: int, values: dict[str, Tensor]) -> None:
-        """Run the forward of this block call on the microbatch with the index ``microbatch``. Inputs are read from, and
-        outputs stored in, ``values``, a dict: name -> tensor.
+        """Run the forward of this block call (such as a layer) on the microbatch with the index ``microbatch``. Inputs
+        are read from, and outputs stored in, ``values``, a dict: name -> tensor.
         """
         self._run(lambda: self.bound.forward(microbatch, values), values, self.bound.inputs, self.bound.outputs)
 
     def backward(self, microbatch: int) -> None:
-        """Run the backward of this block call on the microbatch with the index ``microbatch``: compute the gradients of
-        inputs and of parameters.
+        """Run the backward of this block call (such as a layer) on the microbatch with the index ``microbatch``:
+        compute the gradients of inputs and of parameters.
         """
         self._run_backward(lambda: self.bound.backward(microbatch), microbatch)
 
     def backward_input(self, microbatch: int) -> None:
-        """Run the half of the backward of this block call that computes gradients of inputs, on the microbatch with the
-        index ``microbatch``.
+        """Run the half of the backward of this block call (such as a layer) that computes gradients of inputs, on the
+        microbatch with the index ``microbatch``.
         """
         self._run_backward(lambda: self.bound.backward_input(microbatch), microbatch)
 
     def backward_weight(self, microbatch: int) -> None:
-        """Run the half of the backward of this block call that computes gradients of parameters, on the microbatch with
-        the index ``microbatch``.
+        """Run the half of the backward of this block call (such as a layer) that computes gradients of parameters, on
+        the microbatch with the index ``microbatch``.
         """
         self._run_backward(lambda: self.bound.backward_weight(microbatch), microbatch)
 
@@ -168,10 +168,10 @@ class ReplayableCall:
         self._run(run, bound.env.gradients[microbatch], (*bound.grad_outputs, *bound.grad_inputs), bound.grad_inputs)
 
     def _run(self, run: Action, table: dict[str, Tensor], read: Sequence[str], written: Sequence[str]) -> None:
-        """Run the forward or backward of this block call by calling ``run``. If the call cannot be part of the
-        recording of a step, suspend the recording meanwhile, and store a function that repeats ``run`` in each replay.
-        ``table``: the dict that ``run`` reads and changes: name -> tensor. ``read``, ``written``: the names in
-        ``table`` that ``run`` reads and writes.
+        """Run the forward or backward of this block call (such as a layer) by calling ``run``. If the call cannot be
+        part of the recording of a step, suspend the recording meanwhile, and store a function that repeats ``run`` in
+        each replay. ``table``: the dict that ``run`` reads and changes: name -> tensor. ``read``, ``written``: the
+        names in ``table`` that ``run`` reads and writes.
         """
         tape = self.replay.tape
         if not tape.recording:
@@ -226,8 +226,8 @@ class StepReplay:
         _log.warning("rank %d runs without replay: %s", self.rank.rank, reason)
 
     def wrap_call(self, call: BoundCall) -> ReplayableCall:
-        """Return a wrapper of ``call``, one block call. The wrapper runs the call inside the recording of a step; if
-        the host reads values from the device in the call, outside of the recording.
+        """Return a wrapper of ``call``, one block call (such as a layer). The wrapper runs the call inside the
+        recording of a step; if the host reads values from the device in the call, outside of the recording.
         """
         why = find_replay_obstacle(self.rank.program.blocks[call.call.block], self.device.type)
         wrapped = ReplayableCall(call, self, why)
@@ -241,8 +241,9 @@ class StepReplay:
         self.report.eager_calls[call.path] = call.reason
 
     def watch_call(self, call: ReplayableCall) -> AbstractContextManager[None]:
-        """Return a context manager in which the block call ``call`` runs in a step before the recorded one. If the host
-        reads values from the device inside, the call is marked to be kept out of the recording.
+        """Return a context manager in which ``call``, a block call (such as a layer), runs in a step before the
+        recorded one. If the host reads values from the device inside, the call is marked to be kept out of the
+        recording.
         """
         return _CallWatch(self, call)
 
@@ -321,8 +322,8 @@ class StepReplay:
             self._mode = "watch"
 
     def note_reads(self, call: ReplayableCall, found: Sequence[str]) -> None:
-        """If the host read values from the device in the block call ``call``, mark the call to be kept out of the
-        recording. ``found``: a text for each place of such a read; empty if there was none.
+        """If the host read values from the device in ``call``, a block call (such as a layer), mark the call to be kept
+        out of the recording. ``found``: a text for each place of such a read; empty if there was none.
         """
         if found and not call.reason:
             call.reason = f"the host reads values in {found[0]}"
@@ -334,8 +335,8 @@ class StepReplay:
 
 
 class _CallWatch(AbstractContextManager[None]):
-    """Context manager in which one block call runs in a step before the recorded one. It detects whether the host reads
-    values from the device in the call, and reports the result to ``replay``.
+    """Context manager in which one block call (such as a layer) runs in a step before the recorded one. It detects
+    whether the host reads values from the device in the call, and reports the result to ``replay``.
     """
 
     def __init__(self, replay: StepReplay, call: ReplayableCall) -> None:

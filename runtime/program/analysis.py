@@ -127,9 +127,9 @@ class ProgramFacts:
         return self._forms[stage]
 
     def extend(self, steps: int) -> ProgramFacts:
-        """Return the facts (gradients, collectives and memory of all block calls) of the same program for another
-        number of microbatches; cached. The instruction list of each pipeline stage must be a :class:`Listing`, a
-        compact list.
+        """Return the facts (gradients, collectives and memory of all block calls, such as layers) of the same program
+        for another number of microbatches; cached. The instruction list of each pipeline stage must be a
+        :class:`Listing`, a compact list.
 
         ``steps``: how often the shortest form of each list is extended. Each extension adds ``Listing.unit``
         microbatches. The result's ``program.num_microbatches`` is the new number.
@@ -148,8 +148,8 @@ class ProgramFacts:
         return self._copy_with_changes(stages=tuple(stages), num_microbatches=microbatches)
 
     def restrict_to_share(self, num_microbatches: int) -> ProgramFacts:
-        """Return the facts (gradients, collectives and memory of all block calls) for ranks that run only the first
-        ``num_microbatches`` microbatches.
+        """Return the facts (gradients, collectives and memory of all block calls, such as layers) for ranks that run
+        only the first ``num_microbatches`` microbatches.
         """
         if num_microbatches == self.program.num_microbatches:
             return self
@@ -234,8 +234,8 @@ class ProgramFacts:
 
     @cached_property
     def reading_stages(self) -> dict[str, set[int]]:
-        """Return the indices of the pipeline stages whose block calls read each parameter, buffer or constant, as a
-        dict by name. Those that no call reads are left out.
+        """Return the indices of the pipeline stages whose block calls (such as layers) read each parameter, buffer or
+        constant, as a dict by name. Those that no call reads are left out.
         """
         found: dict[str, set[int]] = {}
         for s, stage in enumerate(self.program.stages):
@@ -264,7 +264,9 @@ class ProgramFacts:
 
     @cached_property
     def with_gradient(self) -> frozenset[str]:
-        """Return the names of the parameters to whose gradient the backward of at least one block call adds."""
+        """Return the names of the parameters to whose gradient the backward of at least one block call (such as a
+        layer) adds.
+        """
         return frozenset(s for added in self.flow.states for s in added)
 
     def state_bytes(self, name: str) -> int:

@@ -441,8 +441,8 @@ class _MemoryCounter:
         return [call for call in self.calls[slice(*i.calls)] if call.has_backward]
 
     def offload_activations(self, i: Instruction) -> None:
-        """Count the tensors that the block calls of the OFFLOAD instruction ``i`` saved for backward as held in host
-        memory. On the device they count as held until the next computation ends.
+        """Count the tensors that the block calls (such as layers) of the OFFLOAD instruction ``i`` saved for backward
+        as held in host memory. On the device they count as held until the next computation ends.
         """
         for call in self.list_moved_calls(i):
             before = self.saved
@@ -453,8 +453,8 @@ class _MemoryCounter:
             self.host += self.facts.moved_bytes(call)
 
     def fetch_activations(self, i: Instruction) -> None:
-        """Count the tensors that the block calls of the FETCH instruction ``i`` saved for backward as moved from host
-        memory back to the device.
+        """Count the tensors that the block calls (such as layers) of the FETCH instruction ``i`` saved for backward as
+        moved from host memory back to the device.
         """
         for call in self.list_moved_calls(i):
             for value in call.moves:
@@ -480,8 +480,8 @@ class _MemoryCounter:
             self.flowing += self.sizes[value]
 
     def run_forward(self, i: Instruction) -> None:
-        """Count as held the outputs of the block calls of the forward instruction ``i``, and the tensors that these
-        calls save for backward.
+        """Count as held the outputs of the block calls (such as layers) of the forward instruction ``i``, and the
+        tensors that these calls save for backward.
         """
         assert i.calls is not None
         for position, call in enumerate(self.calls[slice(*i.calls)], i.calls[0]):
@@ -560,8 +560,8 @@ class _MicrobatchHoldings:
 
 
 class _PeakFinder(_MemoryCounter):
-    """Finds the moment of peak memory of one rank. ``working``: bytes of working memory of each block call of the stage
-    while it runs.
+    """Finds the moment of peak memory of one rank. ``working``: bytes of working memory of each block call (such as a
+    layer) of the stage while it runs.
 
     An instruction on a microbatch usually changes only the tensors of this microbatch, and the change depends only on
     the earlier instructions on the same microbatch. All microbatches run nearly the same instructions, so a change is

@@ -673,8 +673,8 @@ class _Simulation:
         return self.computed[key]
 
     def _sum_call_seconds(self, stage: int, i: Instruction) -> float:
-        """Return the seconds of all block calls that the instruction ``i`` runs on the pipeline stage with the index
-        ``stage``, including recomputation.
+        """Return the seconds of all block calls (such as layers) that the instruction ``i`` runs on the pipeline stage
+        with the index ``stage``, including recomputation.
         """
         calls = self.facts.stages[stage]
         if i.op == "TOTAL_F":

@@ -192,7 +192,7 @@ class StageInterpreter:
 
     def agree_on_totals(self, i: Instruction) -> None:
         """Raise :class:`Refusal` unless ``i`` names the same totals (sums over the batch) as earlier instructions, and
-        prologue calls (block calls that run before the pipeline starts) compute all of these totals.
+        prologue calls (block calls, such as layers, that run before the pipeline starts) compute all of these totals.
         """
         if self.totals is None:
             self.totals = i.values

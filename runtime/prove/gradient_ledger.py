@@ -95,10 +95,10 @@ class ValueGradients:
         self.freed: dict[Key, int] = {}
 
     def add(self, key: Key, adder: Adder, index: int) -> None:
-        """Record that a block call or another stage adds to the gradient of a tensor that passes between calls. Raise
-        :class:`Refusal` if the gradient was used or freed before, or if ``adder`` has already added to it. ``key``:
-        (name of the tensor, microbatch). ``adder``: the source of the summand: the position of a call on this stage, or
-        ``("stage", index)`` for another stage. ``index``: position of the instruction.
+        """Record that a block call (such as a layer) or another stage adds to the gradient of a tensor that passes
+        between calls. Raise :class:`Refusal` if the gradient was used or freed before, or if ``adder`` has already
+        added to it. ``key``: (name of the tensor, microbatch). ``adder``: the source of the summand: the position of a
+        call on this stage, or ``("stage", index)`` for another stage. ``index``: position of the instruction.
         """
         gone = self.freed.get(key, self.taken.get(key))
         if gone is not None:
@@ -121,9 +121,9 @@ class ValueGradients:
         self.add(key, ("stage", peer), index)
 
     def take(self, key: Key, index: int) -> None:
-        """Record that the gradient of a tensor that passes between block calls is used, by a backward or a send.
-        ``key``: (name of the tensor, microbatch). ``index``: position of the instruction. Raise :class:`Refusal` if the
-        gradient is incomplete, freed, or already used.
+        """Record that the gradient of a tensor that passes between block calls (such as layers) is used, by a backward
+        or a send. ``key``: (name of the tensor, microbatch). ``index``: position of the instruction. Raise
+        :class:`Refusal` if the gradient is incomplete, freed, or already used.
         """
         if key in self.freed:
             raise Refusal(
@@ -155,9 +155,9 @@ class ValueGradients:
         self.taken[key] = index
 
     def free(self, key: Key, index: int) -> None:
-        """Record that the gradient of a tensor that passes between block calls is freed. Raise :class:`Refusal` if the
-        gradient does not exist, or was not used before. ``key``: (name of the tensor, microbatch). ``index``: position
-        of the instruction.
+        """Record that the gradient of a tensor that passes between block calls (such as layers) is freed. Raise
+        :class:`Refusal` if the gradient does not exist, or was not used before. ``key``: (name of the tensor,
+        microbatch). ``index``: position of the instruction.
         """
         if key in self.freed:
             raise Refusal(

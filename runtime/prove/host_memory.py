@@ -323,8 +323,8 @@ class BufferUpdateChecks:
 
     def _check_sum(self, name: str, position: int, forward: Collection[tuple[int, int]]) -> None:
         """Raise :class:`Refusal` if the buffer ``name`` is updated from a sum to which a microbatch has not added yet.
-        ``position``: position, on the pipeline stage, of the block call that computes the summand of each microbatch.
-        ``forward``: the pairs (position of a call, microbatch) that have run.
+        ``position``: position, on the pipeline stage, of the block call (such as a layer) that computes the summand of
+        each microbatch. ``forward``: the pairs (position of a call, microbatch) that have run.
         """
         missing = [m for m in range(self.program.num_microbatches) if (position, m) not in forward]
         if missing and self.program.states[name].keeps is not None:

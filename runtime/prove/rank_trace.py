@@ -59,8 +59,8 @@ class _MicrobatchPoint:
 @dataclass(frozen=True)
 class _Repetition:
     """The effects of an instruction that are recorded again when it repeats on a further microbatch. ``calls``: the
-    positions of the block calls that it runs, in order. ``event``: class of its transfer event, direction and the other
-    stage; ``None`` if it does not transfer values.
+    positions of the block calls (such as layers) that it runs, in order. ``event``: class of its transfer event,
+    direction and the other stage; ``None`` if it does not transfer values.
     """
 
     calls: tuple[int, ...] = ()
@@ -181,8 +181,8 @@ class _RepeatingInterpreter(StageInterpreter):
 
     def repeat_calls(self, op: str, calls: Sequence[int], microbatch: int) -> None:
         """Record the events and the uses of parameters of an instruction of kind ``op`` (F, B, I or W), which was
-        already checked on another microbatch. ``calls``: the positions of the block calls that it runs, in order.
-        ``microbatch``: its microbatch number.
+        already checked on another microbatch. ``calls``: the positions of the block calls (such as layers) that it
+        runs, in order. ``microbatch``: its microbatch number.
         """
         if op == "F":
             for position in calls:

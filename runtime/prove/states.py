@@ -194,8 +194,8 @@ def check_buckets(facts: ProgramFacts, stage: int) -> None:
 
 
 def _list_node_names(program: Program, stage: int, position: int) -> set[str]:
-    """Return the names of the nodes in the graph of the block call at ``position`` on the pipeline stage ``stage`` (an
-    index). ``program``: the program of all ranks.
+    """Return the names of the nodes in the graph of the block call (such as a layer) at ``position`` on the pipeline
+    stage ``stage`` (an index). ``program``: the program of all ranks.
     """
     return {node["name"] for node in program.blocks[program.stages[stage].calls[position].block].nodes}
 

@@ -149,8 +149,8 @@ def check_structure(facts: ProgramFacts) -> None:
 
 
 def _find_first_call(program: Program, wanted: Callable[[CallData], bool]) -> tuple[int, int | None]:
-    """Return the stage index and the position of the first block call for which ``wanted`` returns true; ``(0, None)``
-    if there is none. ``program``: the program of all ranks.
+    """Return the stage index and the position of the first block call (such as a layer) for which ``wanted`` returns
+    true; ``(0, None)`` if there is none. ``program``: the program of all ranks.
     """
     for s, stage in enumerate(program.stages):
         for position, call in enumerate(stage.calls):
@@ -318,8 +318,8 @@ def _check_call_order(facts: ProgramFacts) -> None:
 
 
 def _check_value_sources(program: Program) -> None:
-    """Raise :class:`Refusal` if different block calls compute the same value. Several pipeline stages may run an equal
-    call if its value needs no gradient. ``program``: the program of all ranks.
+    """Raise :class:`Refusal` if different block calls (such as layers) compute the same value. Several pipeline stages
+    may run an equal call if its value needs no gradient. ``program``: the program of all ranks.
     """
     batch = CallData(block="", path="the batch")
     source: dict[str, tuple[int, CallData]] = {i.value: (-1, batch) for i in program.inputs}

@@ -108,8 +108,8 @@ def _iterate_code_objects(code: CodeType) -> Iterator[CodeType]:
 
 def _has_known_products(functions: str, external: Any) -> bool:
     """Return whether the source ``functions`` can run in another process: it does not call operators that Inductor
-    itself defines, and each external kernel of Inductor that it calls (such as torch's matrix products) is one of
-    :data:`_NAMES`. ``external``: the namespace of the external kernels that the generated module uses.
+    itself defines, and each external kernel of Inductor that it calls (such as torch's matrix products) is the same
+    function in :data:`_NAMES`. ``external``: the namespace of the external kernels that the generated module uses.
     """
     for node in ast.walk(ast.parse(functions)):
         if isinstance(node, ast.Attribute):

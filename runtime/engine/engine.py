@@ -593,9 +593,9 @@ class Engine:
         and must see the same file system.
 
         The folder is complete afterwards or, if the save fails, unchanged. An existing checkpoint in the folder is
-        replaced only then; other files in the folder are kept. A checkpoint holds the weights, the number of steps, the
-        state of random generators, the state and hyperparameters of ``optimizer``, and the states of the objects in
-        ``extra``.
+        replaced once the new one is complete; other files in the folder are kept. A checkpoint holds the weights, the
+        number of steps, the state of random generators, the state and hyperparameters of ``optimizer``, and the states
+        of the objects in ``extra``.
 
         Args:
             optimizer: one optimizer or a list of several, in the same order on all ranks, with ``None`` for one that

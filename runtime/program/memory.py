@@ -95,14 +95,14 @@ Key = tuple[str, int | None]
 
 class MemoryMoment(NamedTuple):
     """Device bytes that a rank holds at one moment, besides its parameters, buffers and the gradients that it holds
-    during the whole step. The moment is the peak of a block call (an execution of a block, such as a layer), or the end
-    of an instruction.
+    during the whole step. The moment is the peak of a block call (an execution of a block, such as a layer), or the
+    peak or the end of an instruction.
 
-    ``call``: position of the call on its pipeline stage; ``None`` for the end of an instruction. ``saved``: bytes of
-    tensors that pass between calls, and of tensors saved for backward. ``gradients``: bytes of gradients of tensors
-    that pass between calls. ``recomputed``: bytes of recomputed tensors of a running backward. ``gathered``: bytes of
-    gathered parameters, and of sharded parameters' gradients before, during and after their reduce-scatter. ``host``:
-    bytes in host memory.
+    ``call``: position of the running call on its pipeline stage; ``None`` if no call runs. ``saved``: bytes of tensors
+    that pass between calls, and of tensors saved for backward. ``gradients``: bytes of gradients of tensors that pass
+    between calls. ``recomputed``: bytes of recomputed tensors of a running backward. ``gathered``: bytes of gathered
+    parameters, and of sharded parameters' gradients before, during and after their reduce-scatter. ``host``: bytes in
+    host memory.
     """
 
     call: int | None
@@ -161,10 +161,10 @@ def memory_steps(facts: ProgramFacts, stage: int, instructions: Sequence[Instruc
 def memory_moments(
     facts: ProgramFacts, stage: int, instructions: Sequence[Instruction]
 ) -> Iterator[tuple[list[MemoryMoment], MemoryMoment]]:
-    """Yield for each instruction a pair: a list of :class:`MemoryMoment` with the peak of each of the instruction's
-    block calls (such as layers), and the moment after the instruction. The list is empty if the memory is never higher
-    than after the instruction. ``stage``: index of the rank's pipeline stage. ``instructions``: the rank's list.
-    ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls.
+    """Yield for each instruction a pair: a list of :class:`MemoryMoment`, and the moment after the instruction. The
+    list has the peak of each of the instruction's block calls (such as layers); for an instruction without calls, its
+    own peak if it is higher than the end. ``stage``: index of the rank's pipeline stage. ``instructions``: the rank's
+    list. ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls.
     """
     holder = _MemoryCounter(facts, stage)
     for instruction in instructions:
@@ -307,9 +307,9 @@ class _MemoryCounter:
             self.moments.append(self.build_moment(call, recomputed))
 
     def list_moments(self, i: Instruction) -> tuple[list[MemoryMoment], MemoryMoment]:
-        """Count the bytes that the instruction ``i`` allocates and releases on this rank. Return a list with the peak
-        of each of its block calls (executions of blocks, such as layers), and the moment after the instruction. The
-        list is empty if the memory is never higher than after the instruction.
+        """Count the bytes that the instruction ``i`` allocates and releases on this rank. Return a list of peaks, and
+        the moment after the instruction. The list has the peak of each of the instruction's block calls (such as
+        layers); for an instruction without calls, its own peak if it is higher than the end.
         """
         self.moments = []
         peak, held = self.run_instruction(i)
@@ -646,8 +646,7 @@ class _PeakFinder(_MemoryCounter):
 
     def compare_moments(self, i: Instruction) -> list[MemoryMoment]:
         """Count the bytes that the instruction ``i`` allocates and releases, and keep its fullest moment if it is the
-        fullest so far. Return the moments of ``i``: the peaks of its block calls (executions of blocks, such as
-        layers), then the end of the instruction.
+        fullest so far. Return the moments of ``i``: its peaks, then the end of the instruction.
         """
         peaks, after = self.list_moments(i)
         for moment in (*peaks, after):

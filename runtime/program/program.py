@@ -494,9 +494,9 @@ def hash_weights(states: dict[str, StateData]) -> str:
 
 
 def list_shards(program: Program, state: str, rank: int) -> tuple[Shard, ...]:
-    """Return how to cut the part that ``rank`` holds out of the parameter or buffer named ``state``: a list of up to
-    two cuts, first over ``ep``, then over ``tp``. Each :class:`Shard` has the layout, the number of ranks, and the
-    index of this rank among them. Empty if the rank holds the whole tensor. A further division by ZeRO is not included.
+    """Return how to cut the part that ``rank`` holds out of the parameter or buffer named ``state``: up to two cuts,
+    first over ``ep``, then over ``tp``. Each :class:`Shard` has the layout, the number of ranks, and the index of this
+    rank among them. Empty if the rank holds the whole tensor. A further division by ZeRO is not included.
     """
     data = program.states[state]
     cuts = (

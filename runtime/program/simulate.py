@@ -185,7 +185,7 @@ class Durations(Protocol):
         ...
 
     def slowdown(self, stage: int) -> float:
-        """Return the factor, at least 1, by which the durations of a computation and a collective of a pipeline stage
+        """Return the factor by which the durations of a computation and a collective of a pipeline stage
         grow while both run. ``stage``: index of the stage.
         """
         ...

@@ -278,8 +278,8 @@ class StageInterpreter:
 
     def w(self, i: Instruction) -> None:
         """Check the instruction ``i``, which runs the half of a backward for gradients of parameters. Record to which
-        gradients it adds, and the collectives in its graphs. Raise :class:`Refusal` unless the half for gradients of
-        inputs has run, or if a parameter that it reads is not on the device.
+        gradients it adds, and the collectives in its graphs. Raise :class:`Refusal` if the half for gradients of inputs
+        has not run, or if a parameter that the instruction reads is not on the device.
         """
         for position, microbatch in self.backward_runs(i, after_inputs=True):
             self.add_state_gradients(position, microbatch)

@@ -63,10 +63,10 @@ def prove_same_caches(programs: Mapping[str, FurtherProgram]) -> None:
     """Raise :class:`LayoutError` unless the programs that generate text together (prefill and decode) place their
     key/value caches in the same way and write to them in place.
 
-    Their caches must have the same shapes and layouts over ``tp`` and ``cp``, and be loaded by the same pipeline
-    stages. The operand of each write must be a cache itself, not a copy of it, such as one from a collective. Programs
-    without caches are skipped. ``programs``: name of a further program of a plan -> program; programs whose names
-    differ only in the last word, such as ``generate prefill`` and ``generate decode``, belong together.
+    Their caches must have the same shapes, dtypes and layouts, and be loaded by the same pipeline stages. The operand
+    of each write must be a cache itself, not a copy of it, such as one from a collective. Programs without caches are
+    skipped. ``programs``: name of a further program of a plan -> program; programs whose names differ only in the last
+    word, such as ``generate prefill`` and ``generate decode``, belong together.
     """
     known: dict[tuple[str, str], tuple[str, tuple[object, ...]]] = {}
     for name, further in programs.items():

@@ -533,9 +533,9 @@ class RankGradients:
 
 
 def group_states_by_ranks(rank: RankProgram, states: Sequence[str]) -> dict[tuple[int, ...], list[str]]:
-    """Return the parameters or buffers ``states`` (names) grouped by the ranks on different pipeline stages that share
-    them, as a dict: tuple of ranks, in order of the stages -> names. These ranks are this rank and those of the
-    tensor's other stages whose other mesh coordinates are equal. ``rank``: the program of this rank.
+    """Return a dict: the ranks that share a parameter or buffer -> names of those of ``states`` that these ranks share.
+    The ranks of a tensor are one for each pipeline stage that has the tensor, in order of the stages: this rank, and
+    the ranks whose other mesh coordinates equal this rank's. ``rank``: the program of this rank.
     """
     groups: dict[tuple[int, ...], list[str]] = {}
     for state in states:

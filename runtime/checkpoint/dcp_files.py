@@ -209,7 +209,9 @@ def _read_metadata(path: Path) -> Metadata:
     found = load_plain_pickle(path.read_bytes(), str(path))
     problem = "it does not hold the metadata of a checkpoint"
     if isinstance(found, Metadata):
-        with suppress(AttributeError, TypeError, ValueError, LookupError, RuntimeError):  # odd types inside
+        with suppress(
+            AttributeError, TypeError, ValueError, LookupError, RuntimeError
+        ):  # raised if fields have wrong types
             problem = _find_metadata_problem(found)
     if problem:
         raise DamagedCheckpointError(f"{path} cannot be used: {problem}; load another checkpoint")

@@ -251,7 +251,7 @@ class Saving:
             self._thread.join()
 
 
-_OPEN_SAVES: weakref.WeakSet[Saving] = weakref.WeakSet()  # of all engines of this process
+_OPEN_SAVES: weakref.WeakSet[Saving] = weakref.WeakSet()  # of all engines in this process
 
 
 @dataclass

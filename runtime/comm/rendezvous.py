@@ -85,7 +85,7 @@ def _report_failure(error: Exception) -> None:
     """Report the exception ``error``, which ends this script, to torchrun. If another rank's failure caused it, wait
     some seconds first, so that torchrun records the other failure as the first.
     """
-    from partitioner.runtime.comm.failure_origin import find_user_line, is_secondary  # which import what imports this
+    from partitioner.runtime.comm.failure_origin import find_user_line, is_secondary  # avoids a circular import
 
     if isinstance(error, InstructionError):
         failure = error.failure

@@ -351,7 +351,7 @@ class TorchCommunicator:
             backend = self._open_backend(members, "gathers" if gathering else "group")
             _made[key] = (NcclGroup if self._on_gpu else GlooGroup)(backend, members)
             if self._on_gpu:
-                _made[key].all_reduce(torch.zeros(1, device=self.device)).wait()  # connect now: see _connect
+                _made[key].all_reduce(torch.zeros(1, device=self.device)).wait()  # connect now: see _connect_link
         return self.group(ranks, gathering)
 
     def _list_processes_of(self, ranks: Sequence[int]) -> tuple[int, ...]:

@@ -160,7 +160,7 @@ class Engine:
         copier = HostCopier(self.device)
         self._masters = MasterParameters(self.rank_program, source, self.device, copier, self._disk)
         self._shards = self._masters.shards
-        if isinstance(source, FileWeights) and source is not weights:  # the caller's own stays open: others may read it
+        if isinstance(source, FileWeights) and source is not weights:  # the caller closes its own
             source.close()
         mine = self.rank_program
         prepare_programs(family, communicator)

@@ -98,7 +98,7 @@ class KeyExchange:
             grad_k, grad_v = self._reduce_scatter_gradients(grad_keys.to(k.dtype), grad_values.to(v.dtype), k, v)
         return copy_position_major(grad_k.to(k.dtype)), copy_position_major(grad_v.to(v.dtype))
 
-    # All at once.
+    # All keys and values gathered at once.
 
     def _list_rank_parts(self, length: int, rank: int) -> tuple[PositionRange, ...]:
         return split_positions(length, self.group.size, rank, self.zigzag)
@@ -135,7 +135,7 @@ class KeyExchange:
         total = self.group.reduce_scatter(torch.stack(rows), 0).wait()
         return _unpack_keys_values(total.flatten(), k, v)
 
-    # Step by step.
+    # Ring attention, step by step.
 
     def _compute_ring_steps(self, q: Tensor, k: Tensor) -> tuple[int, ...]:
         return list_ring_steps(q.shape[-2], k.shape[-2], self.group.size, self.zigzag, self.band)
@@ -478,4 +478,4 @@ class _PendingReturn:
         return found
 
     def release(self) -> None:
-        pass  # what it gave is the caller's
+        pass  # the caller owns the result of ``wait``

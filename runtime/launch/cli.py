@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # Gloo's tear-down sometimes aborts the process
+    os._exit(status)  # otherwise Gloo's shutdown sometimes aborts the process
 
 
 def _make_bounded_parser(kind: Callable[[str], _Number], least: _Number) -> Callable[[str], _Number]:

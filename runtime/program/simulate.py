@@ -434,22 +434,14 @@ class _SimulatedRank(RankClock):
     instructions: tuple[Instruction, ...] = ()
     order: tuple[int, ...] | None = None
     position: int = 0
-    gathered: dict[int, _InstructionJob] = field(
-        default_factory=dict
-    )  # bucket -> its gather, until it has been waited for
-    scattered: dict[int, _InstructionJob] = field(
-        default_factory=dict
-    )  # bucket -> the last that reduces it, of what began
-    summed: _InstructionJob | None = (
-        None  # the gather that makes the last bucket whole, of those reduced level by level
-    )
+    gathered: dict[int, _InstructionJob] = field(default_factory=dict)
+    scattered: dict[int, _InstructionJob] = field(default_factory=dict)
+    summed: _InstructionJob | None = None
     scattering: ScatterQueue[_InstructionJob] = field(default_factory=lambda: ScatterQueue())
-    offload_until: float = 0.0  # until when what goes to host memory keeps the way there busy
-    fetch_until: float = 0.0  # the same for what comes back
-    offloaded_at: dict[tuple[int, int | None], float] = field(
-        default_factory=dict
-    )  # (call, microbatch) -> when it is there
-    fetched_at: dict[str, float] = field(default_factory=dict)  # state -> when it is there, until it was waited for
+    offload_until: float = 0.0
+    fetch_until: float = 0.0
+    offloaded_at: dict[tuple[int, int | None], float] = field(default_factory=dict)
+    fetched_at: dict[str, float] = field(default_factory=dict)
     records: bool = False
     spans: list[SimulatedSpan] = field(default_factory=list)
     background: list[Background] = field(default_factory=list)
@@ -543,7 +535,7 @@ class _Simulation:
         self.computed: dict[tuple[int, str, tuple[int, int] | None], float] = {}
         self.arrivals: dict[tuple[int, int, str], deque[float]] = {}
         self.busy_until: dict[tuple[int, int, str], float] = {}
-        self.meetings: dict[tuple[str, ...], dict[int, float]] = {}  # states to sync -> stage -> when it came
+        self.meetings: dict[tuple[str, ...], dict[int, float]] = {}  # states to sync -> stage -> arrival time
 
     def run_lanes(self) -> None:
         """Run the instructions of all simulated ranks to their end. In turn, each rank runs until it must wait for

@@ -367,7 +367,7 @@ class TraceRunner:
             raise Mismatch("match", message, rank, index)
         return True
 
-    # --- those that wait for ever -----------------------------------------------------------------------------------
+    # --- deadlocks --------------------------------------------------------------------------------------------------
 
     def describe_deadlock(self, waiting_ranks: list[int]) -> Mismatch:
         """Return the error for a deadlock. The message lists the ranks that wait for each other in a cycle. If there is

@@ -18,7 +18,7 @@ Fault = Literal[
     "gradient",  # a gradient is used before it is complete, or changed after it was used
     "match",  # two ranks disagree on what they exchange
     "deadlock",  # ranks wait for each other forever
-    "memory",  # a rank holds more than it may
+    "memory",  # a rank exceeds its memory limit
 ]
 
 

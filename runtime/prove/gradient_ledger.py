@@ -36,7 +36,7 @@ def find_gradient_returns(facts: ProgramFacts, lists: Sequence[Sequence[Instruct
                     sent.setdefault((value, i.microbatch), {}).setdefault(s, []).append(i.peer)
     adds = [{v for call in calls for v in call.gives} for calls in facts.stages]
     result: tuple[Returns, ...] = tuple({} for _ in lists)
-    known: dict[tuple[object, ...], list[tuple[int, frozenset[int]]]] = {}  # most microbatches are sent alike
+    known: dict[tuple[object, ...], list[tuple[int, frozenset[int]]]] = {}  # most microbatches take the same edges
     for key, edges in sent.items():
         alike = key[0], *((s, *peers) for s, peers in edges.items())
         if alike not in known:

@@ -168,7 +168,7 @@ class StepLoss(Tensor):
         return str(self.as_subclass(Tensor).__repr__(**kwargs))
 
     def __format__(self, spec: str) -> str:
-        return str(self.as_subclass(Tensor).__format__(spec))  # torch formats numbers of its own class alone
+        return str(self.as_subclass(Tensor).__format__(spec))  # torch formats a scalar only if its class is Tensor
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return how to pickle the loss: as a plain ``torch.Tensor``. ``protocol``: number of the pickle protocol."""

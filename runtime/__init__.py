@@ -1,7 +1,6 @@
 """Run a program: on the ranks of a cluster (``Engine``), or all ranks on one machine (``run_local``).
 
-This package needs a plan's program and weights, and nothing of the planner. Users import its names from
-``partitioner``.
+This package needs only a plan's program and weights, not the planner. Users import its names from ``partitioner``.
 """
 
 from __future__ import annotations

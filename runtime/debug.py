@@ -1,5 +1,6 @@
-"""Tools to inspect every operator of a step: find the origin of a NaN, record hashes of results, compare two runs. A
-step that is inspected runs more slowly."""
+"""Tools to inspect every operator of a step: find the origin of a NaN, record hashes of results, compare two runs. An
+inspected step runs more slowly.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from partitioner.passes.errors import PartitionError
 
-DIED = "ProcessDied"  # the kinds of failure that no exception of a rank tells
+DIED = "ProcessDied"  # this and the following are kinds of failures without an exception on a rank
 
 STALLED = "Stalled"
 LOST = "ConnectionLost"
@@ -15,7 +15,7 @@ LEFT = "LeftEarly"
 
 
 class BatchError(PartitionError):
-    """Raised if a batch does not match the plan: a tensor is missing, or has another shape or type."""
+    """Raised if a batch does not match the plan: a tensor is missing, or has another shape or dtype."""
 
 
 class WeightsError(PartitionError):
@@ -23,18 +23,16 @@ class WeightsError(PartitionError):
 
 
 class CheckpointError(WeightsError):
-    """Raised if a checkpoint cannot be written, or if it is damaged, incomplete or of another model.
-
-    The message names the file and a remedy. ``elsewhere``: whether the failure was on another rank, so that this rank
-    only reports it.
+    """Raised if a checkpoint cannot be written, or if it is damaged, incomplete or of another model. The message names
+    the file and a remedy. ``elsewhere``: whether the failure was on another rank, so that this rank only reports it.
     """
 
     elsewhere = False
 
     @classmethod
     def from_other_rank(cls, message: str) -> Self:
-        """Return an error with text ``message`` that this rank raises because another rank failed: ``elsewhere`` is
-        true.
+        """Return an error with the text ``message`` and ``elsewhere`` set, for a rank that fails because another rank
+        failed.
         """
         error = cls(message)
         error.elsewhere = True
@@ -42,7 +40,7 @@ class CheckpointError(WeightsError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """Raised if a file of a checkpoint is missing, or if its contents are not those that were written."""
+    """Raised if a file of a checkpoint is missing, or if its contents are not the written ones."""
 
 
 class LaunchError(PartitionError):
@@ -52,18 +50,17 @@ class LaunchError(PartitionError):
 
 
 class ReplayError(PartitionError):
-    """Raised if a step that is recorded for replay does something that a replay cannot repeat."""
+    """Raised if a step that is recorded for replay executes an operation that a replay cannot repeat."""
 
 
 class OffloadError(LaunchError):
-    """Raised if optimizer states cannot be kept on disk.
-
-    For example, there is no folder or no space in it, or the optimizer cannot update one parameter after another.
+    """Raised if optimizer states cannot be kept on disk: for example, there is no folder or no space in it, or the
+    optimizer cannot update one parameter after another.
     """
 
 
 class BackwardError(PartitionError):
-    """Raised if the user calls ``backward()`` on the loss that :meth:`Engine.step` returned. The step has already
+    """Raised if the user calls ``backward()`` on the loss that :meth:`Engine.step` returned: the step has already
     computed all gradients.
     """
 
@@ -81,15 +78,14 @@ class AgreementError(PartitionError):
 
 
 class DTensorError(PartitionError):
-    """Raised if the layout of a parameter cannot be expressed as a ``torch.distributed.tensor.DTensor``.
-
-    The message names the first such parameter and the reason.
+    """Raised if the layout of a parameter cannot be expressed as a ``torch.distributed.tensor.DTensor``. The message
+    names the first such parameter and the reason.
     """
 
 
 class CommunicationError(RuntimeError):
-    """Raised in a communication operation if another rank has failed or has not entered the operation in time. The
-    cause is on that other rank.
+    """Raised in a communication operation if another rank, which is the cause, has failed or has not entered the
+    operation in time.
     """
 
 
@@ -98,16 +94,20 @@ class Failure:
     """Why a rank failed, and where. ``str()`` formats it as one line.
 
     Args:
-        rank: global rank that failed. ``error``: text of the error.
-        kind: class name of the error, or what else is known: ``"ProcessDied"`` (its process or host ended),
+        rank: global rank that failed.
+        error: text of the error.
+        kind: class name of the error. Without an exception: ``"ProcessDied"`` (the process or host ended),
             ``"Stalled"`` (it made no progress), ``"ConnectionLost"`` (connections broke, but no process is known to
-            have ended) or ``"LeftEarly"`` (its script ended before those of the others).
-        instruction: the failed instruction of the program as text, such as ``0F3`` for stage 0, forward, microbatch 3.
-            If the rank did not run its program, what it did instead.
+            have ended) or ``"LeftEarly"`` (the rank's script ended before the others').
+        instruction: the failed instruction of the program as text, such as ``0F3`` for stage 0, forward, microbatch 3;
+            if the rank did not run its program, its activity instead.
         index: position of the instruction in the rank's list, from 0; ``None`` outside of the program.
-        call: module path of the part of the model that ran. ``node``: graph node. ``path``: module path of the node.
-        source: source line, as ``file:line``. ``traceback``: formatted Python traceback, or empty.
-        secondary: whether it is a consequence of another rank's failure.
+        call: module path of the part of the model that ran.
+        node: name of the graph node that ran.
+        path: module path of the node.
+        source: source line, as ``file:line``.
+        traceback: formatted Python traceback, or empty.
+        secondary: whether the failure is a consequence of another rank's failure.
         step: training step, counted from 1; ``None`` if unknown.
     """
 
@@ -122,7 +122,7 @@ class Failure:
     source: str = ""
     traceback: str = ""
     secondary: bool = False
-    step: int | None = None  # counted from 1; outside of a step, the last one
+    step: int | None = None  # counted from 1; outside of a step, the last step
 
     def __str__(self) -> str:
         """Return one line: rank, instruction, step, module, graph node and source line, as far as known, then kind and
@@ -154,9 +154,8 @@ class Failure:
 
 
 class InstructionError(RuntimeError):
-    """Raised if an instruction of this rank's program failed.
-
-    ``__cause__`` is the original error, ``failure`` the description of the error and of where it happened.
+    """Raised if an instruction of this rank's program failed. ``__cause__`` is the original error, ``failure`` the
+    description of the error and of its position.
     """
 
     def __init__(self, failure: Failure) -> None:
@@ -168,10 +167,9 @@ class InstructionError(RuntimeError):
 
 
 class RankError(PartitionError):
-    """Raised in the launching process if a rank failed, after the other ranks were ended.
-
-    The message ends with the first cause. ``failures``: all failures. ``failure``: the first one that is not a
-    consequence of another rank's failure. ``world_size``: number of ranks.
+    """Raised in the launching process if a rank failed, after the other ranks were ended. The message ends with the
+    first cause. ``failures``: all failures. ``failure``: the first one that is not a consequence of another rank's
+    failure. ``world_size``: number of ranks.
     """
 
     def __init__(self, failures: tuple[Failure, ...], world_size: int) -> None:
@@ -192,14 +190,13 @@ class RankError(PartitionError):
 
 
 class RankTimeout(PartitionError):
-    """Raised in the launching process if the ranks did not finish in time and were ended.
-
-    The message says what each rank was doing, as far as it is known.
+    """Raised in the launching process if the ranks did not finish in time and were ended. The message says what each
+    rank was doing, as far as known.
     """
 
 
 def find_first_cause(failures: tuple[Failure, ...]) -> Failure:
-    """Return the first of ``failures`` that is not a consequence of another rank's failure; the first of all if there
-    is none.
+    """Return the first of ``failures`` that is not a consequence of another rank's failure; if there is none, the first
+    of all.
     """
     return next((f for f in failures if not f.secondary), failures[0])

@@ -1,7 +1,7 @@
-"""Keep results in files that the processes of a machine and later runs share, such as compiled code.
+"""Store results in files that the processes of a machine and later runs share, such as compiled code.
 
-A file has a checksum. A file that is cut off or changed is noticed when it is read, and its content is made again.
-Where files cannot be written or locked, everything works without them, after one warning.
+Each file has a checksum. A file that is truncated or changed is noticed when it is read, and its content is created
+again. If files cannot be written or locked, everything works without them, after one warning.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _warned: set[str] = set()
 
 class FileCache:
     """A folder of files with checksums, in which the processes of this machine and later runs share data, such as
-    compiled code. ``folder``: where the files are; ``None``: nothing is stored, and nothing is locked.
+    compiled code. ``folder``: folder of the files; ``None``: nothing is stored, and nothing is locked.
 
-    The folder is trusted: what is read from it is executed or unpickled. :func:`open_cache` checks who can write to it.
+    The folder is trusted, because data read from it are executed or unpickled. :func:`open_cache` checks who can write
+    to it.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
 
     def read(self, name: str) -> bytes | None:
-        """Return the content that is stored under ``name``; ``None`` if there is none.
-
-        A damaged file is removed with a warning, and ``None`` is returned.
+        """Return the content that is stored under ``name``; ``None`` if there is none. A damaged file is removed with a
+        warning, and ``None`` is returned.
         """
         if self.folder is None:
             return None
@@ -53,7 +53,9 @@ class FileCache:
         return None
 
     def discard(self, name: str, reason: str) -> None:
-        """Remove what is stored under ``name``, because it cannot be used. ``reason``: the reason, for the warning."""
+        """Remove the content stored under ``name``, because it cannot be used. ``reason``: the reason, for
+        the warning.
+        """
         if self.folder is not None:
             _log.warning("%s is damaged (%s); its content is made again", self.folder / name, reason)
             try:
@@ -62,8 +64,8 @@ class FileCache:
                 _warn_once(f"{self.folder / name} cannot be removed ({error}); its content is made at each start")
 
     def write(self, name: str, content: bytes) -> bool:
-        """Store ``content`` under ``name``, and return whether that was possible. Other processes see the whole file or
-        none.
+        """Store ``content`` under ``name``, and return whether this was possible. Other processes see either the whole
+        file or no file.
         """
         if self.folder is None:
             return False
@@ -76,15 +78,15 @@ class FileCache:
 
     @contextmanager
     def hold_lock(self, name: str, wait: bool = True) -> Iterator[bool]:
-        """Hold the lock under which the content of ``name`` is made, and yield whether this process holds it. The
-        system frees the lock when the process ends, however it ends.
+        """Return a context manager that holds the lock for creating the content of ``name``. Its value is whether this
+        process holds the lock. The system releases the lock when the process ends, however it ends.
 
-        ``wait``: wait until no other process holds the lock; otherwise ``False`` is yielded if one does. If there can
-        be no lock, because the cache has no folder or the file system has no locks, ``True`` is yielded.
+        ``wait``: whether to wait while another process holds the lock; otherwise the value is then ``False``. If there
+        can be no lock, because the cache has no folder or the file system has no locks, the value is ``True``.
         """
         try:
             file = None if self.folder is None else (self.folder / f"{name}.lock").open("w")
-        except OSError:  # a full or read-only disk; a warning comes when the content is to be written
+        except OSError:  # a full or read-only disk; :meth:`write` will warn
             file = None
         if file is None:
             yield True
@@ -101,9 +103,8 @@ class FileCache:
 
 
 def open_cache(folder: Path) -> FileCache:
-    """Return the cache in ``folder``, which is made if it is missing.
-
-    Nothing is kept, after a warning, if the folder cannot be made, or if another user of this machine can write to it.
+    """Return the cache in ``folder``, which is created if it is missing. If the folder cannot be created, or if another
+    user of this machine can write to it, warn and return a cache that does not store anything.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -117,7 +118,7 @@ def open_cache(folder: Path) -> FileCache:
 
 
 def _warn_once(text: str) -> None:
-    """Log the warning ``text``, unless this process has done so."""
+    """Log the warning ``text``, unless this process has already logged it."""
     if text not in _warned:
         _warned.add(text)
         _log.warning("%s", text)

@@ -13,9 +13,7 @@ from typing import Any
 
 def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> Path:
     """Write ``content`` to the file ``path``, and return ``path``. Other processes see the old or the new file, never a
-    part.
-
-    ``durable``: flush the file to disk, so that this also holds after a loss of power.
+    part. ``durable``: whether to flush the file to disk, so that this also holds after a power failure.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -28,16 +26,14 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> Path:
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)  # its folder may be what has gone
+        Path(temporary).unlink(missing_ok=True)  # its folder may have been removed
         raise
     return path
 
 
 def write_text(path: Path, content: str, *, durable: bool = True) -> Path:
     """Write ``content`` in UTF-8 to the file ``path``, and return ``path``. Other processes see the old or the new
-    file, never a part.
-
-    ``durable``: flush the file to disk, so that this also holds after a loss of power.
+    file, never a part. ``durable``: whether to flush the file to disk, so that this also holds after a power failure.
     """
     return write_bytes(path, content.encode(), durable=durable)
 
@@ -58,7 +54,7 @@ def sync_folder(path: Path) -> None:
 
 def parse_json(text: str) -> Any:
     """Return the data of the JSON text ``text``. Raise ``ValueError`` if it is malformed, nested too deeply, or has the
-    same key twice in an object, which programs read differently.
+    same key twice in an object, because parsers treat such keys differently.
     """
     try:
         return json.loads(text, object_pairs_hook=_build_unique_dict)
@@ -75,15 +71,15 @@ def _build_unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def is_file_name(name: Any) -> bool:
-    """Return whether ``name`` is a plain file name, which stays in the folder that it is joined with: a non-empty text
-    that is not ``.`` or ``..`` and contains no slash, backslash or null character."""
+    """Return whether ``name`` is a plain file name, which cannot leave the folder with which it is joined: a non-empty
+    text that is not ``.`` or ``..`` and contains no slash, backslash or null character.
+    """
     return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name)
 
 
 def find_foreign_access(folder: Path) -> str:
-    """Return why other users of this machine may change files in ``folder``, as text; an empty string if they may not.
-
-    A folder is safe if it is no link, belongs to this user, and only this user may write to it.
+    """Return why other users of this machine may change files in ``folder``, as text; empty if they may not: the folder
+    is not a link, belongs to this user, and only this user may write to it.
     """
     found = folder.lstat()
     if stat.S_ISLNK(found.st_mode):

@@ -26,14 +26,12 @@ from partitioner.runtime.files import parse_json, sync_folder, write_text
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
-_STARTED = 19  # of the fields behind the name in a process's stat
+_STARTED = 19  # number of the start time among the fields after the name in /proc/PID/stat
 
 
 def identify_process() -> str:
     """Return a text that identifies this process among all processes of all hosts; empty if the system does not allow
-    it.
-
-    The text has the boot ID and PID namespace of the host, and the process ID and start time of the process.
+    it. The text has the boot ID of the host, the PID namespace, and the process ID and start time.
     """
     try:
         return f"{_identify_host()} {os.getpid()} {_read_start_ticks(os.getpid())}"
@@ -43,9 +41,7 @@ def identify_process() -> str:
 
 def has_ended(process: str) -> bool:
     """Return whether ``process``, a text from :func:`identify_process`, names a process of this host that has certainly
-    ended.
-
-    Return ``False`` if it still runs, if it is on another host, or if its state cannot be determined.
+    ended. Return ``False`` if the process still runs, if it is on another host, or if its state cannot be determined.
     """
     try:
         host, pid, started = process.rsplit(" ", 2)
@@ -70,14 +66,14 @@ def is_on_this_host(process: str) -> bool:
 
 def _identify_host() -> str:
     """Return a text that identifies the current boot of this host and the PID namespace of this process. Equal PIDs
-    under different texts are different processes."""
+    under different texts are different processes.
+    """
     return f"{_BOOT.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _read_start_ticks(pid: int) -> int:
-    """Return the start time of process ``pid`` in clock ticks since the host booted.
-
-    Return -1 if the process has ended and its parent has not yet collected its exit status (a zombie).
+    """Return the start time of process ``pid`` in clock ticks since the host booted. Return -1 if the process has ended
+    and its parent has not yet collected its exit status (a zombie).
     """
     state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return -1 if state in "ZX" else int(rest[_STARTED - 1])
@@ -88,10 +84,10 @@ MANIFEST = "manifest.json"
 OWN = r"manifest\.json|training\.pt|\.metadata|__\d+_\d+\.distcp"  # the files of a checkpoint
 _LEFTOVER_NAMES = re.compile(
     r"[0-9a-f]{15}\.(partial|failed)|old|(.*\.)?deleted"
-)  # behind ``.name.``: not ``.name.v2.old``
+)  # what follows ``.name.``; does not match ``.name.v2.old``
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.002, 0.25
-_SILENCE_S = 10.0  # after which nobody writes on, of whom nothing else is known
-_POLL_S = 2.0  # between two looks at who writes
+_SILENCE_S = 10.0  # without a change for this time, a folder of an unknown process counts as abandoned
+_POLL_S = 2.0  # between two checks whether the writing processes still run
 
 
 @dataclass(frozen=True)
@@ -100,10 +96,10 @@ class CheckpointTarget:
 
     Args:
         final: the path of the complete checkpoint.
-        token: text that is part of the names of all temporary files of this save, and equal on all ranks, so that files
-            of an earlier, interrupted save are not mistaken for its files.
-        own: a regular expression of the file names that belong to a checkpoint; other files in a checkpoint that is
-            replaced are moved to the new one.
+        token: text in the names of all temporary files of this save, equal on all ranks. It distinguishes them from
+            files of an earlier, interrupted save.
+        own: a regular expression of the file names that belong to a checkpoint. If an existing checkpoint is replaced,
+            its other files are moved to the new one.
     """
 
     final: Path
@@ -134,24 +130,22 @@ class CheckpointTarget:
         return self.partial / f".writer-{rank}"
 
     def begin(self, rank: int) -> None:
-        """Create the folder for the unfinished files of this checkpoint. Write into it that this process writes the
-        part of the checkpoint that belongs to ``rank``.
+        """Create the folder for the unfinished files of this checkpoint, and record in it that this process writes the
+        part of ``rank``.
         """
         self.partial.mkdir(parents=True, exist_ok=True)
-        self.get_writer_path(rank).write_text(identify_process())  # lost with the host, and of no use then
+        self.get_writer_path(rank).write_text(identify_process())  # not flushed: useless if the host fails
 
     def fail(self, rank: int, error: BaseException) -> None:
         """Write ``error``, with which ``rank`` has failed, to the file :attr:`failed`, which the other ranks look for.
-
-        If it cannot be written, for example on a full disk, the other ranks find out only when their wait times out.
+        If the file cannot be written, for example on a full disk, the other ranks notice only when their wait times
+        out.
         """
         with contextlib.suppress(OSError):
             write_text(self.failed, f"rank {rank}: {type(error).__name__}: {error}")
 
     def check(self) -> None:
-        """Raise :class:`CheckpointError` if any rank has reported a failure, which is so if the file :attr:`failed`
-        exists.
-        """
+        """Raise :class:`CheckpointError` if any rank has reported a failure in the file :attr:`failed`."""
         if self.failed.exists():
             with contextlib.suppress(OSError):
                 told = self.failed.read_text()
@@ -159,23 +153,24 @@ class CheckpointTarget:
 
     def wait_for_records(self, world_size: int, timeout: float) -> list[Path]:
         """Wait until all ranks have written their parts of the checkpoint. Return the paths of the files in which they
-        confirm this, in rank order.
-
-        Raise :class:`CheckpointError` if a rank reports a failure, if the process of a rank on this host ends before it
-        has written its part, or after ``timeout`` seconds. ``world_size``: number of ranks.
+        confirm this, in rank order. Raise :class:`CheckpointError` if a rank reports a failure, if the process of a
+        rank on this host ends before it has written its part, or after ``timeout`` seconds. ``world_size``: number of
+        ranks.
         """
         records = [self.get_record_path(rank) for rank in range(world_size)]
         missing, next_look = list(records), time.monotonic() + _POLL_S
         for _ in _poll_with_backoff(timeout):
             self.check()
             gone = list[Path]()
-            if time.monotonic() >= next_look:  # less often than at the records: there may be thousands
+            if (
+                time.monotonic() >= next_look
+            ):  # less often than the records are checked: there may be thousands of processes
                 gone = [r for r in missing if self._is_gone(r)]
                 next_look = time.monotonic() + _POLL_S
             missing = [r for r in missing if not r.exists()]
             if not missing:
                 return records
-            for record in set(gone) & set(missing):  # which was not the last thing that it did
+            for record in set(gone) & set(missing):  # the process did not end after writing its record
                 raise CheckpointError(
                     f"the checkpoint {self.final} was not written: the process of rank "
                     f"{record.name.removeprefix('.record-')} ended while it wrote its part"
@@ -187,18 +182,18 @@ class CheckpointTarget:
         )
 
     def _is_gone(self, record: Path) -> bool:
-        """Return whether the process that has to write the file ``record`` has certainly ended. With this file a rank
-        confirms that its part of the checkpoint is written."""
+        """Return whether the process that has to write the file ``record`` has certainly ended. A rank writes this file
+        to confirm that its part of the checkpoint is complete.
+        """
         with contextlib.suppress(OSError):
             return has_ended(self.get_writer_path(int(record.name.removeprefix(".record-"))).read_text())
         return False
 
     def wait_until_complete(self, timeout: float) -> None:
-        """Wait until rank 0 has renamed the folder of unfinished files to the final name of the checkpoint.
-
-        Raise :class:`CheckpointError` if a rank reports a failure, or after ``timeout`` seconds. If the main thread of
-        this process has ended, return without waiting: this rank has written its part, and rank 0 may never complete
-        the checkpoint.
+        """Wait until rank 0 has renamed the folder of unfinished files to the final name of the checkpoint. Raise
+        :class:`CheckpointError` if a rank reports a failure, or after ``timeout`` seconds. If the main thread of this
+        process has ended, return without waiting: this rank has written its part, and rank 0 may never complete the
+        checkpoint.
         """
         for _ in _poll_with_backoff(timeout):
             if self.is_complete or not threading.main_thread().is_alive():
@@ -221,8 +216,8 @@ class CheckpointTarget:
 
     def _move_foreign_files(self) -> None:
         """Move files that do not belong to a checkpoint, such as the user's notes, from the folder of the replaced
-        checkpoint into that of the new one, before the former is removed. A file whose name exists in the new folder is
-        not moved."""
+        checkpoint into the new one. A file whose name exists in the new folder is not moved.
+        """
         if self.old.is_dir() and self.final.is_dir():
             for path in self.old.iterdir():
                 if not re.fullmatch(self.own, path.name) and not (self.final / path.name).exists():
@@ -241,7 +236,6 @@ class CheckpointTarget:
     def clean(self) -> None:
         """Prepare the save of a checkpoint to ``final``: remove the unfinished folders and error files beside it that
         interrupted saves left. If such a save had renamed a complete checkpoint away from ``final``, rename it back.
-
         One rank calls this before any rank writes. Raise :class:`CheckpointError` if ``final`` cannot be replaced.
         """
         self.check_place()
@@ -255,10 +249,8 @@ class CheckpointTarget:
 
 
 def restore_replaced_checkpoint(final: Path) -> None:
-    """Rename the checkpoint that an interrupted save had moved aside back to ``final``, its name before, unless
-    something else has this name now.
-
-    Several ranks may call this at the same time.
+    """Rename a checkpoint that an interrupted save had moved aside back to ``final``, unless ``final`` exists. Several
+    ranks may call this at the same time.
     """
     if not final.exists():
         with contextlib.suppress(FileNotFoundError):  # there is nothing to put back, or another rank has done it
@@ -266,11 +258,10 @@ def restore_replaced_checkpoint(final: Path) -> None:
 
 
 def wait_for_writers(directory: Path, timeout: float) -> None:
-    """Wait until no process writes the checkpoint ``directory``, or a checkpoint inside it.
-
-    Unfinished folders of processes that have ended are ignored. If the writer is on another host, where its process
-    cannot be checked, an unfinished folder is ignored once it has not changed for 10 seconds. Raise
-    :class:`CheckpointError` after ``timeout`` seconds.
+    """Wait until no process writes the checkpoint ``directory``, or a checkpoint inside it. Unfinished folders of
+    processes that have ended are ignored. If the writer is on another host, where its process cannot be checked, an
+    unfinished folder is ignored once it has not changed for 10 seconds. Raise :class:`CheckpointError` after
+    ``timeout`` seconds.
     """
     changed: dict[Path, tuple[int, float]] = {}  # folder -> (hash of its contents, time of the last change)
     writing: list[Path] = []
@@ -283,11 +274,10 @@ def wait_for_writers(directory: Path, timeout: float) -> None:
 
 
 def _is_being_written(folder: Path, changed: dict[Path, tuple[int, float]]) -> bool:
-    """Return whether some process is still writing the unfinished checkpoint ``folder``.
-
-    Rank 0 completes a checkpoint, so its process decides. If that process is on another host, the folder counts as
-    being written until it has not changed for 10 seconds. ``changed``: folder -> (hash of its contents when last looked
-    at, time of the last change in seconds); the function updates it.
+    """Return whether some process is still writing the unfinished checkpoint ``folder``. Rank 0 completes a checkpoint,
+    so only its process is checked. If that process is on another host, the folder counts as being written until it has
+    not changed for 10 seconds. ``changed``: folder -> (hash of its last seen contents, time of the last change in
+    seconds); updated here.
     """
     if folder.with_suffix(".failed").exists():
         return False
@@ -306,9 +296,8 @@ def _is_being_written(folder: Path, changed: dict[Path, tuple[int, float]]) -> b
 
 
 def remove_path_atomically(path: Path) -> None:
-    """Remove the file or folder ``path``.
-
-    A folder is renamed first, so that a half-removed one is never taken for a complete one.
+    """Remove the file or folder ``path``. A folder is renamed first, so that a half-removed folder is never taken for a
+    complete one.
     """
     if not path.is_dir():
         path.unlink(missing_ok=True)
@@ -320,8 +309,8 @@ def remove_path_atomically(path: Path) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the contents of the file ``manifest.json`` in ``folder``; an empty dict if it does not exist or is not
-    valid JSON.
+    """Return the contents of the file ``manifest.json`` in ``folder``; an empty dict if the file does not exist or is
+    not valid JSON.
     """
     try:
         content = parse_json((folder / MANIFEST).read_text())
@@ -331,8 +320,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _poll_with_backoff(timeout: float) -> Iterator[None]:
-    """Yield repeatedly for ``timeout`` seconds, with pauses that grow from 2 ms to 0.25 s. The caller checks something
-    each time.
+    """Yield repeatedly for ``timeout`` seconds, with pauses that grow from 2 ms to 0.25 s. The caller checks a
+    condition each time.
     """
     end, pause = time.monotonic() + timeout, _FIRST_WAIT_S
     while True:

@@ -1,8 +1,8 @@
 """Read and write the files of a checkpoint, in the format of ``torch.distributed.checkpoint`` (DCP).
 
-Every rank writes one file; ``.metadata`` lists the chunks of each tensor. This project's planners tell DCP which boxes
-(offsets and sizes) of the tensors to write and read; DCP writes, reads and reshards. The SHA-256 of a file is computed
-while it is written.
+Every rank writes one file; ``.metadata`` lists the chunks of each tensor. The planners in this module tell DCP which
+boxes (offsets and sizes) of the tensors to write and read; DCP writes, reads and reshards. The SHA-256 of a file is
+computed while it is written.
 """
 
 from __future__ import annotations
@@ -60,10 +60,9 @@ class Written:
 
 def write_shards(folder: Path, rank: int, pieces: Sequence[ShardPiece]) -> Written:
     """Write ``pieces`` (parts of tensors, with their names and offsets) to one file in ``folder``, and flush it to
-    disk. Return a record of the written parts, with their positions in the file and the file's checksum. For an empty
-    list no file is written.
-
-    ``rank``: global rank, which is part of the file's name. Raise ``OSError`` if the file system reports an error.
+    disk. Return a record of the written parts, with their positions in the file and the file's checksum. If ``pieces``
+    is empty, no file is written. ``rank``: global rank, which is part of the file's name. Raise ``OSError`` if the file
+    system reports an error.
     """
     if not pieces:
         return Written()
@@ -71,23 +70,21 @@ def write_shards(folder: Path, rank: int, pieces: Sequence[ShardPiece]) -> Writt
     items = [_make_write_item(index, piece) for index, piece in content.items()]
     writer, disk = FileSystemWriter(folder), _HashingFileSystem()
     if any(is_mapped(piece.tensor) for piece in pieces):
-        writer.per_thread_copy_ahead = 0  # what is on disk comes one after another
+        writer.per_thread_copy_ahead = 0  # load tensors on disk one at a time
     writer.fs = disk
     writer.set_up_storage_writer(False, rank=rank, use_collectives=False)
     plan = writer.prepare_local_plan(SavePlan(items))
     try:
         results = writer.write_data(plan, _SavePlanner(content)).wait()
-    except RuntimeError as error:  # torch.save hides what the disk said
+    except RuntimeError as error:  # torch.save hides the error of the file system
         raise disk.error or error from None
     return Written(items, results, disk.sums)
 
 
 def write_metadata(folder: Path, written: Sequence[Written]) -> None:
-    """Write the file ``.metadata`` of ``torch.distributed.checkpoint`` in ``folder``, which says in which file each
-    part of a tensor is.
-
-    ``written``: what each rank wrote. Raise ``ValueError`` if the parts of a tensor do not have as many elements as the
-    tensor.
+    """Write the file ``.metadata`` of ``torch.distributed.checkpoint`` to ``folder``. It says in which file each part
+    of a tensor is. ``written``: a record of the parts that each rank wrote. Raise ``ValueError`` if the parts of a
+    tensor do not have as many elements as the tensor.
     """
     tensors: dict[str, TensorStorageMetadata] = {}
     for item in (i for w in written for i in w.items):
@@ -105,11 +102,9 @@ def write_metadata(folder: Path, written: Sequence[Written]) -> None:
 
 
 class ShardReader:
-    """Reads rectangular parts of tensors from the checkpoint in ``folder``.
-
-    ``tensors``: name -> shape, type and stored parts of each saved tensor. Raise ``OSError`` if files are missing, and
-    :class:`DamagedCheckpointError` if the file ``.metadata`` is damaged, describes anything but parts of tensors, or
-    names files outside of the folder.
+    """Reads rectangular parts of tensors from the checkpoint in ``folder``. ``tensors``: name -> shape, dtype and
+    stored parts of each saved tensor. Raise ``OSError`` if files are missing, and :class:`DamagedCheckpointError` if
+    the file ``.metadata`` is damaged, describes anything but parts of tensors, or names files outside of the folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -120,8 +115,8 @@ class ShardReader:
         self.tensors = {k: v for k, v in found.items() if isinstance(v, TensorStorageMetadata)}
 
     def read(self, pieces: Iterable[ShardPiece]) -> None:
-        """Read from the checkpoint the rectangular part of a saved tensor that each of ``pieces`` describes, and copy
-        the part into the tensor of its description, converted to the dtype of that tensor.
+        """Fill the tensor of each of ``pieces`` with the part of a saved tensor that the piece describes, converted to
+        the tensor's dtype.
         """
         targets: dict[MetadataIndex, Tensor] = {}
         items: list[ReadItem] = []
@@ -136,16 +131,17 @@ class ShardReader:
 def pack_record(written: Written, random: Mapping[str, Any], own: bytes) -> bytes:
     """Return, as bytes, the report that a rank writes to a file for rank 0 after it has written its part of a
     checkpoint. ``written``: a record of the written parts of tensors. ``random``: the rank's states of random
-    generators, by the generator's name (``python``, ``torch`` and so on). ``own``: its other state, such as
+    generators, by the generator's name (``python``, ``torch`` and so on). ``own``: the rank's other state, such as
     hyperparameters of optimizers, already serialised by :func:`pack_plain_data`.
     """
     return pickle.dumps((written, pack_plain_data({"random": random}, "the random generators"), own))
 
 
 def unpack_record(content: bytes) -> tuple[Written, dict[str, Any], bytes]:
-    """Return the three arguments with which :func:`pack_record` made the bytes ``content``: what a rank wrote, its
-    states of random generators, and its other state, as bytes. Raise :class:`DamagedCheckpointError` if ``content`` was
-    not made by it. Unpickling runs no code."""
+    """Return the three arguments from which :func:`pack_record` made the bytes ``content``: a record of the parts that
+    a rank wrote, its states of random generators, and its other state, as bytes. Raise :class:`DamagedCheckpointError`
+    if ``content`` is not a result of :func:`pack_record`. Unpickling does not run code from ``content``.
+    """
     found = load_plain_pickle(content, "the record of a rank")
     if not (isinstance(found, tuple) and len(found) == 3 and isinstance(found[0], Written)):
         raise DamagedCheckpointError("the record of a rank has another form than this version writes")
@@ -155,11 +151,13 @@ def unpack_record(content: bytes) -> tuple[Written, dict[str, Any], bytes]:
 
 class _PlainUnpickler(pickle.Unpickler):
     """Unpickles descriptions of tensors. Raises an error for all other content, because a pickle from an untrusted file
-    could call any function."""
+    could call any function.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the class or dtype ``name`` of the module ``module``, for the unpickler. Raise ``UnpicklingError`` if
-        it does not occur in descriptions of tensors."""
+        """Return the class, dtype or function ``name`` of the module ``module``, for the unpickler. Raise
+        ``UnpicklingError`` if it does not occur in descriptions of tensors.
+        """
         if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
             return pathlib.PurePosixPath
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -192,14 +190,12 @@ _PLAIN_CLASSES = {
 
 def load_plain_pickle(content: bytes, label: str) -> Any:
     """Return the descriptions of tensors that are pickled in ``content``. ``label``: a name of ``content`` for the
-    error message.
-
-    Raise :class:`DamagedCheckpointError` if ``content`` is damaged, or has a class or function that does not belong to
-    descriptions of tensors; such a function is not called.
+    error message. Raise :class:`DamagedCheckpointError` if ``content`` is damaged, or has a class or function that does
+    not belong to descriptions of tensors; such a function is not called.
     """
     try:
         return _PlainUnpickler(io.BytesIO(content)).load()
-    except Exception as error:  # of damaged pickles any
+    except Exception as error:  # damaged pickles raise exceptions of all types
         raise DamagedCheckpointError(
             f"{label} cannot be read: {type(error).__name__}: {error}; load another checkpoint"
         ) from None
@@ -207,12 +203,15 @@ def load_plain_pickle(content: bytes, label: str) -> Any:
 
 def _read_metadata(path: Path) -> Metadata:
     """Return the content of the file ``path``, the ``.metadata`` of a checkpoint, after checking its types, sizes and
-    file names. Raise :class:`DamagedCheckpointError` if it describes no tensors in files of its folder.
+    file names. Raise :class:`DamagedCheckpointError` if the content is not a valid description of tensors in files of
+    the folder.
     """
     found = load_plain_pickle(path.read_bytes(), str(path))
     problem = "it does not hold the metadata of a checkpoint"
     if isinstance(found, Metadata):
-        with suppress(AttributeError, TypeError, ValueError, LookupError, RuntimeError):  # odd types inside
+        with suppress(
+            AttributeError, TypeError, ValueError, LookupError, RuntimeError
+        ):  # raised if fields have wrong types
             problem = _find_metadata_problem(found)
     if problem:
         raise DamagedCheckpointError(f"{path} cannot be used: {problem}; load another checkpoint")
@@ -220,10 +219,10 @@ def _read_metadata(path: Path) -> Metadata:
 
 
 def _find_metadata_problem(metadata: Metadata) -> str:
-    """Check ``metadata``, the content of the file ``.metadata`` of a checkpoint: every part of a tensor must lie in a
-    file in the checkpoint's folder, with enough bytes stored for its elements, and the parts must cover the tensor.
-    Return a text that describes the first error, such as a file outside of the folder; an empty string if there is
-    none."""
+    """Return a text that describes the first error in ``metadata``, the content of the file ``.metadata`` of a
+    checkpoint; empty if there is none. Every part of a tensor must lie in a file in the checkpoint's folder, with
+    enough bytes stored for its elements, and the parts must cover the tensor.
+    """
     stored = metadata.storage_data
     for info in stored.values():
         if not is_file_name(info.relative_path):
@@ -245,8 +244,8 @@ def _find_metadata_problem(metadata: Metadata) -> str:
 
 
 def _make_write_item(index: MetadataIndex, piece: ShardPiece) -> WriteItem:
-    """Return the write request for ``piece``, a rectangular part of a tensor, as ``torch.distributed.checkpoint`` needs
-    it. ``index``: the tensor's name in the checkpoint and the offsets of the part.
+    """Return the write request of ``torch.distributed.checkpoint`` for ``piece``, a rectangular part of a tensor.
+    ``index``: the tensor's name in the checkpoint and the offsets of the part.
     """
     data = TensorWriteData(
         chunk=ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape),
@@ -267,19 +266,20 @@ class _SavePlanner(DefaultSavePlanner):
         self._last: Tensor | None = None
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Return the tensor to write for ``write_item``. If the tensor of the call before is a file that is mapped into
-        memory, its memory pages are released, so that only one tensor at a time is in memory."""
+        """Return the tensor to write for ``write_item``. If the tensor of the previous call is a file that is mapped
+        into memory, release its memory pages, so that only one such tensor at a time is in memory.
+        """
         if self._last is not None:
             release_pages(self._last)
         self._last = self.content[write_item.index].tensor
         tensor = self._last.detach().contiguous()
-        # of a part of its storage torch makes a copy, and keeps it until all is written
+        # torch copies a tensor that is only a part of its storage, and keeps the copy until everything is written
         return view_own_storage(tensor) if is_mapped(tensor) and tensor.numel() else tensor
 
 
 class _LoadPlanner(DefaultLoadPlanner):
     """Gives ``torch.distributed.checkpoint`` the tensors to fill. ``targets``: (name and offsets of a part of a tensor)
-    -> the tensor that gets it.
+    -> the tensor to fill with the part.
     """
 
     def __init__(self, targets: Mapping[MetadataIndex, Tensor]) -> None:
@@ -293,15 +293,14 @@ class _LoadPlanner(DefaultLoadPlanner):
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Release the memory pages of ``tensor``, which was filled in place, if it is a file that is mapped into
-        memory. ``read_item`` (which part was read) is not used.
+        """If ``tensor``, which was filled in place, is a file that is mapped into memory, release its memory pages.
+        ``read_item`` is not used.
         """
         release_pages(tensor)
 
 
 class _HashingFileSystem(FileSystem):
     """Opens files for ``torch.distributed.checkpoint``, and records their length and SHA-256 while they are written.
-
     ``sums``: file name -> length and checksum. ``error``: the first ``OSError`` of a write, or ``None``.
     """
 
@@ -311,8 +310,8 @@ class _HashingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Generator[Any, None, None]:
-        """Open ``path`` for the ``with`` block with the open mode ``mode``, and record length and SHA-256 of what is
-        written.
+        """Open the file ``path`` in the mode ``mode`` for the ``with`` block, and record length and SHA-256 of the
+        written bytes.
         """
         with Path(path).open(mode) as file:
             stream = _HashingStream(file, self)
@@ -321,8 +320,8 @@ class _HashingFileSystem(FileSystem):
 
 
 class _HashingStream(io.IOBase):
-    """A file opened for writing that computes the SHA-256 and the length of what is written. ``owner``: the object that
-    records the sums and the first error.
+    """A file opened for writing that computes the SHA-256 and the length of the written bytes. ``owner``: the object
+    that records the sums and the first error.
     """
 
     def __init__(self, file: Any, owner: _HashingFileSystem) -> None:

@@ -1,6 +1,6 @@
 """Save and restore optimizer hyperparameters, such as learning rates, by the names of the parameters.
 
-A rank's optimizer has the parameters of the rank's pipeline stage only. If parameter groups are formed by layer, the
+A rank's optimizer has only the parameters of the rank's pipeline stage. If parameter groups are formed by layer, the
 first group of one rank differs from that of another rank, and from that of the same rank under another plan. Groups are
 therefore matched by their parameters' names instead of their positions.
 """
@@ -24,13 +24,13 @@ _PLAIN = (bool, int, float, str, type(None), list, tuple, Tensor)
 def describe_optimizers(
     given: Optimizers, parameters: Mapping[str, nn.Parameter], program: Program
 ) -> list[dict[str, Any] | None] | None:
-    """Return a description of each optimizer of this rank for a checkpoint, besides its state: a dict with its class
+    """Return a description of each optimizer of this rank for a checkpoint, without its state: a dict with its class
     name, the names of its hyperparameters, such as ``lr``, and its parameter groups with the values of the
-    hyperparameters. Parameters have the model's names. An item is ``None`` if this rank has no such optimizer. The
-    result is ``None`` if there is no optimizer at all.
+    hyperparameters. An item is ``None`` if this rank does not have the optimizer. The result is ``None`` if there are
+    no optimizers.
 
     ``given``: one optimizer, a list of optimizers, or ``None``. ``parameters``: name in the program -> parameter of
-    this rank. ``program``: the program, which knows the model's names.
+    this rank. ``program``: the program, which has the parameters' names in the model; the groups contain these names.
     """
     optimizers = list_optimizers(given)
     return (
@@ -41,11 +41,10 @@ def describe_optimizers(
 def _describe_optimizer(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], program: Program
 ) -> dict[str, Any]:
-    """Return the class name of ``optimizer`` (``kind``), the names of its hyperparameters (``defaults``), and its
-    parameter ``groups``, as plain data.
-
-    A group has ``names`` of parameters in the model and ``values`` of hyperparameters. ``parameters``: name in
-    ``program`` -> parameter of this rank. ``program``: the program, which knows the model's names of its parameters.
+    """Return a dict of plain data: the class name of ``optimizer`` (``kind``), the names of its hyperparameters
+    (``defaults``), and its parameter ``groups``. A group has ``names`` of parameters in the model and ``values`` of
+    hyperparameters. ``parameters``: name in ``program`` -> parameter of this rank. ``program``: the program, which has
+    the parameters' names in the model.
     """
     return {
         "kind": type(optimizer).__name__,
@@ -60,16 +59,14 @@ def _describe_optimizer(
 
 
 def merge_rank_descriptions(rank_descriptions: Sequence[Sequence[Mapping[str, Any] | None] | None]) -> Any:
-    """Combine the descriptions of optimizers of all ranks, as returned by :func:`describe_optimizers`, and return the
-    combined description.
+    """Combine the descriptions of optimizers of all ranks, as returned by :func:`describe_optimizers`. The result is
+    ``None`` if no rank has an optimizer, one description for one optimizer, and a list of descriptions for several.
 
-    A description of an optimizer is a dict with its class name (``kind``), the names of its hyperparameters
-    (``defaults``), and its parameter ``groups``, each a dict with the ``names`` of the parameters and the ``values`` of
-    hyperparameters. The result is ``None`` if no rank has an optimizer, one description for one optimizer, and a list
-    of them for several.
-
-    ``rank_descriptions``: for each rank, its list of descriptions (one for each optimizer) or ``None``. Raise
-    :class:`CheckpointError` if ranks have different numbers of optimizers."""
+    ``rank_descriptions``: for each rank, its list of descriptions (one for each optimizer) or ``None``. A description
+    is a dict with the optimizer's class name (``kind``), the names of its hyperparameters (``defaults``), and its
+    parameter ``groups``, each a dict with the ``names`` of the parameters and the ``values`` of hyperparameters. Raise
+    :class:`CheckpointError` if ranks have different numbers of optimizers.
+    """
     found = [d for d in rank_descriptions if d is not None]
     if len({len(d) for d in found}) > 1:
         raise CheckpointError(
@@ -81,11 +78,9 @@ def merge_rank_descriptions(rank_descriptions: Sequence[Sequence[Mapping[str, An
 
 
 def _merge_descriptions(descriptions: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Merge descriptions of one optimizer into one, which has the parameter groups of all ranks; ``None`` if no rank
-    has the optimizer.
-
-    ``descriptions``: for each rank that has it, a dict with its class name (``kind``), the names of its hyperparameters
-    (``defaults``) and its parameter ``groups``.
+    """Merge the descriptions of one optimizer into one, which has the parameter groups of all ranks; ``None`` if no
+    rank has the optimizer. ``descriptions``: for each rank that has the optimizer, a dict with its class name
+    (``kind``), the names of its hyperparameters (``defaults``) and its parameter ``groups``.
     """
     if not descriptions:
         return None
@@ -96,14 +91,15 @@ def _merge_descriptions(descriptions: Sequence[Mapping[str, Any]]) -> dict[str, 
 def match_by_names(
     given: Optimizers, parameters: Mapping[str, nn.Parameter], program: Program, saved: Any
 ) -> list[list[Mapping[str, Any]]]:
-    """Return the saved hyperparameters as a list over optimizers of lists over parameter groups, matched by parameter
-    names. A group none of whose parameters were saved gets an empty dict.
+    """Return the saved hyperparameters of each parameter group of each optimizer, matched by parameter names, as a list
+    over optimizers of lists over groups of dicts: name -> value. If none of the parameters of a group were saved, its
+    dict is empty.
 
-    ``saved``: a result of :func:`merge_rank_descriptions`: for each optimizer, a dict with its class name and its
-    parameter groups. Raise :class:`CheckpointError` if the number, the order or the classes of the optimizers, or their
-    groups, differ from the saved ones. ``given``: one optimizer, a list of optimizers, or ``None``. ``parameters``:
-    name in ``program`` -> parameter of this rank. ``program``: the program, which knows the model's names of its
-    parameters.
+    ``given``: one optimizer, a list of optimizers, or ``None``. ``parameters``: name in ``program`` -> parameter of
+    this rank. ``program``: the program, which has the parameters' names in the model. ``saved``: a result of
+    :func:`merge_rank_descriptions`: for each optimizer, a dict with its class name and its parameter groups. Raise
+    :class:`CheckpointError` if the number, the order or the classes of the optimizers, or their groups, differ from the
+    saved ones.
     """
     optimizers, kept = list_optimizers(given), [saved] if isinstance(saved, Mapping) else list(saved)
     if len(optimizers) != len(kept):
@@ -144,11 +140,10 @@ def _get_saved_kind(saved: Mapping[str, Any] | None) -> str:
 
 
 def check_kind(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raise :class:`CheckpointError` if the state of the saved optimizer that ``saved`` describes cannot be loaded into
-    ``optimizer``, because their classes differ. ``saved``: a dict with its class name (``kind``) and the names of its
-    hyperparameters (``defaults``).
-
-    Different classes with the same hyperparameters, such as Adam and AdamW, are allowed.
+    """Raise :class:`CheckpointError` if the class of ``optimizer`` differs from the saved optimizer's, so that the
+    saved state cannot be loaded. Different classes with the same hyperparameters, such as Adam and AdamW, are allowed.
+    ``saved``: a dict with the saved optimizer's class name (``kind``) and the names of its hyperparameters
+    (``defaults``).
     """
     kind = type(optimizer).__name__
     if kind != saved["kind"] and sorted(optimizer.defaults) != saved["defaults"]:
@@ -164,14 +159,14 @@ def match_saved_groups(
     program: Program,
     saved: Mapping[str, Any],
 ) -> list[Mapping[str, Any]]:
-    """Return the saved hyperparameters of each parameter group of ``optimizer``, one dict name -> value for each group,
-    in the order of the groups. Groups are matched by the names of their parameters. A group none of whose parameters
-    were saved gets an empty dict.
+    """Return the saved hyperparameters of each parameter group of ``optimizer``, one dict (name -> value) for each
+    group, in the order of the groups. Groups are matched by the names of their parameters. If none of the parameters of
+    a group were saved, its dict is empty.
 
-    ``parameters``: name in ``program`` -> parameter of this rank. ``program``: the program, which knows the model's
-    names of its parameters. ``saved``: the saved description of one optimizer, whose ``groups`` are dicts with
-    parameter ``names`` and ``values`` of hyperparameters. Raise :class:`CheckpointError` if parameters of one saved
-    group are now in several groups, or if a group has parameters of saved groups with different values.
+    ``parameters``: name in ``program`` -> parameter of this rank. ``program``: the program, which has the parameters'
+    names in the model. ``saved``: the saved description of one optimizer, whose ``groups`` are dicts with parameter
+    ``names`` and ``values`` of hyperparameters. Raise :class:`CheckpointError` if parameters of one saved group are now
+    in several groups, or if a group has parameters of saved groups with different values.
     """
     owner = {name: number for number, group in enumerate(saved["groups"]) for name in group["names"]}
     went_to: dict[int, int] = {}
@@ -199,11 +194,12 @@ def match_saved_groups(
 
 
 def match_by_position(given: Optimizers, groups: Sequence[Any] | None) -> list[list[Mapping[str, Any]]]:
-    """Return the saved hyperparameters as a list over optimizers of lists over parameter groups, matched by position.
+    """Return the saved hyperparameters of each parameter group of each optimizer, matched by position, for checkpoints
+    without parameter names. The result is a list over optimizers of lists over groups of dicts: name -> value.
 
-    This is for checkpoints without parameter names. ``groups``: for each optimizer, the saved dicts of its groups; if
-    ``None``, each group gets an empty dict. Raise :class:`CheckpointError` if the numbers of optimizers or groups
-    differ. ``given``: one optimizer, a list of optimizers, or ``None``.
+    ``given``: one optimizer, a list of optimizers, or ``None``. ``groups``: for each optimizer, the saved dicts of its
+    groups; if ``None``, all dicts in the result are empty. Raise :class:`CheckpointError` if the numbers of optimizers
+    or groups differ.
     """
     optimizers = list_optimizers(given)
     if groups is None:
@@ -221,7 +217,8 @@ def match_by_position(given: Optimizers, groups: Sequence[Any] | None) -> list[l
 
 def set_hyperparameters(optimizers: Optimizers, values: Sequence[Sequence[Mapping[str, Any]]]) -> None:
     """Set the hyperparameters of ``optimizers``: one optimizer, a list, or ``None``. ``values[i][k]`` is for group
-    ``k`` of optimizer ``i``, as a dict: name of the hyperparameter -> value."""
+    ``k`` of optimizer ``i``, as a dict: name of the hyperparameter -> value.
+    """
     for optimizer, of_groups in zip(list_optimizers(optimizers), values, strict=True):
         for group, saved in zip([] if optimizer is None else optimizer.param_groups, of_groups, strict=True):
             for key, value in saved.items():
@@ -234,10 +231,8 @@ def set_hyperparameters(optimizers: Optimizers, values: Sequence[Sequence[Mappin
 def _name_group_parameters(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], program: Program
 ) -> list[list[str]]:
-    """Return, for each parameter group of ``optimizer``, the names of its parameters in the model.
-
-    ``parameters``: name in ``program`` -> parameter of this rank. ``program``: the program, which knows the model's
-    names of its parameters.
+    """Return, for each parameter group of ``optimizer``, the names of its parameters in the model. ``parameters``: name
+    in ``program`` -> parameter of this rank. ``program``: the program, which has the parameters' names in the model.
     """
     names = {id(p): list_model_names(name, program.states[name]) for name, p in parameters.items()}
     return [[n for p in group["params"] for n in names.get(id(p), ())] for group in optimizer.param_groups]

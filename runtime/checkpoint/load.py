@@ -46,15 +46,16 @@ LATEST = "latest"
 
 STEP = "step-"
 _MAX_LISTED = 5
-_LONGEST = 60  # characters of a value in a message
+_LONGEST = 60  # maximum number of characters of a value in a message
 _TOKEN = re.compile("[0-9a-f]{1,15}", re.ASCII)
-_FAILURES = (CheckpointError, DamagedCheckpointError)  # by what a rank tells the others, from 1 on; 0: it is well
+# Errors by the number with which a rank reports its result to the others, from 1 on; 0 means success.
+_FAILURES = (CheckpointError, DamagedCheckpointError)
 _T = TypeVar("_T")
 
 
 class CheckpointMatch(NamedTuple):
-    """A complete checkpoint that was found: its ``folder``, and ``manifest``, the parsed contents of its
-    ``manifest.json`` (a dict with step counters and the files' checksums).
+    """A complete checkpoint that was found. ``folder``: its folder. ``manifest``: the parsed content of its
+    ``manifest.json``, a dict with step counters and the files' checksums.
     """
 
     folder: Path
@@ -66,9 +67,8 @@ class CheckpointMatch(NamedTuple):
 
     @property
     def optimizer_steps(self) -> int:
-        """Return the number of optimizer steps before the checkpoint was saved.
-
-        Checkpoints of older versions did not store it; for them it is the number of batches.
+        """Return the number of optimizer steps before the checkpoint was saved. Checkpoints of older versions did not
+        store it; for them, return the number of batches.
         """
         return int(self.manifest.get("optimizer_steps", self.steps))
 
@@ -87,15 +87,14 @@ class CheckpointMatch(NamedTuple):
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Return whether ``directory`` is a complete checkpoint or has one in it; ``False`` for a folder of safetensors
+    """Return whether ``directory`` is a complete checkpoint or contains one; ``False`` for a folder of safetensors
     files.
     """
     return any((p / MANIFEST).exists() for p in _list_candidate_folders(directory))
 
 
 def find_checkpoint(directory: Path) -> CheckpointMatch:
-    """Return the checkpoint at ``directory`` or, if that is a folder of several checkpoints, the latest one in it.
-
+    """Return the checkpoint at ``directory``; if ``directory`` is a folder of several checkpoints, the latest of them.
     Raise :class:`CheckpointError` if there is none, if it is incomplete or damaged, or if its format version differs.
     """
     for folder in _list_candidate_folders(directory):
@@ -117,8 +116,9 @@ def find_checkpoint(directory: Path) -> CheckpointMatch:
 
 
 def _find_wrong_field(manifest: Mapping[str, Any]) -> str:
-    """Check that the content of a ``manifest.json`` has all fields with the right types. Return a text that says what
-    was expected and what was found in the first wrong field; an empty string if all are right."""
+    """Return an empty string if ``manifest``, the content of a ``manifest.json``, has all fields with the right types;
+    otherwise a text that says what was expected and what was found in the first wrong field.
+    """
     for name, kind in {"steps": int, "token": str, "world_size": int, "mesh": dict, "files": dict}.items():
         if type(manifest.get(name)) is not kind:
             return f"expected {kind.__name__} under {name!r}, got {str(manifest.get(name))[:_LONGEST]!r}"
@@ -136,11 +136,12 @@ def list_complete_checkpoints(root: Path) -> list[CheckpointMatch]:
 
 
 def list_resumable_checkpoints(root: Path) -> list[CheckpointMatch]:
-    """Return the complete checkpoints in the folder ``root``, in the order in which they should be tried for resuming.
+    """Return the complete checkpoints in the folder ``root``, in the order in which they should be tried for resuming:
+    checkpoints with more steps come first.
 
-    Checkpoints with more steps come first. There is one exception: if the user resumed from an earlier checkpoint, the
-    checkpoints with more steps from before that restart come last. They have more steps than the checkpoint that the
-    file ``latest`` names, and are older than the file ``latest``.
+    There is one exception: if the user resumed from an earlier checkpoint, the checkpoints with more steps from before
+    that restart come last. These are recognised as follows: they have more steps than the checkpoint that the file
+    ``latest`` names, and are older than the file ``latest``.
     """
     found = list_complete_checkpoints(root)[::-1]
     named = root / LATEST
@@ -154,9 +155,8 @@ def list_resumable_checkpoints(root: Path) -> list[CheckpointMatch]:
 
 
 def find_on_all_ranks(directory: Path, rank: RankProgram, communicator: Communicator) -> CheckpointMatch:
-    """Return the checkpoint at ``directory``, or the latest one in it. All ranks call this.
-
-    Raise :class:`CheckpointError` on all ranks if any rank finds none. ``rank``: the program of this rank.
+    """Return the checkpoint at ``directory``, or the latest checkpoint in it. All ranks call this. Raise
+    :class:`CheckpointError` on all ranks if any rank does not find a checkpoint. ``rank``: the program of this rank.
     ``communicator``: connects this rank with the others.
     """
     return _run_on_all_ranks(communicator, rank, lambda: find_checkpoint(directory))
@@ -166,10 +166,8 @@ def check_equal_on_ranks(
     root: Path, found: Sequence[CheckpointMatch], rank: RankProgram, communicator: Communicator
 ) -> None:
     """Raise :class:`CheckpointError` on all ranks if ranks see different checkpoints in the folder ``root``. All ranks
-    call this.
-
-    ``found``: the checkpoints that this rank sees there. ``rank``: the program of this rank. ``communicator``: connects
-    this rank with the others.
+    call this. ``found``: the checkpoints that this rank sees there. ``rank``: the program of this rank.
+    ``communicator``: connects this rank with the others.
     """
     told = json.dumps([(f.folder.name, f.manifest["token"]) for f in found])
     if not _is_equal_across_ranks(int(hashlib.sha256(told.encode()).hexdigest()[:15], 16), rank, communicator):
@@ -194,14 +192,14 @@ def load_checkpoint(
     Args:
         rank: the program of this rank.
         states: parameter or buffer -> this rank's shard, which is filled in place.
-        optimizer: the optimizers whose states are restored; ``None``: none are.
+        optimizer: the optimizers whose states are restored; ``None``: optimizer states are not restored.
         communicator: connects this rank with the others.
-        verify: first read every file once, shared among the ranks, and compare its SHA-256 with the manifest.
+        verify: whether to read every file first (each file on one rank), and compare its SHA-256 with the manifest.
         extra: names of further objects, such as data loaders, whose states are returned.
 
-    Return the other saved data, such as step counters; its ``"extra"`` has name -> state of each object for this rank.
-    Raise :class:`CheckpointError` on all ranks, before anything is changed, if a rank finds a file damaged or missing,
-    or if the checkpoint does not match the model, the optimizer or ``extra``.
+    Return a dict of the saved data other than tensors, such as step counters; its entry ``"extra"`` is a dict: name of
+    an object -> its state for this rank. Raise :class:`CheckpointError` on all ranks, before anything is changed, if a
+    rank finds a file damaged or missing, or if the checkpoint does not match the model, the optimizer or ``extra``.
     """
     _require_same_checkpoint(found, rank, communicator)
     if verify:
@@ -234,9 +232,9 @@ def load_checkpoint(
 
 
 def _read_training(found: CheckpointMatch) -> dict[str, Any]:
-    """Return the saved data of the checkpoint ``found`` other than tensors, as a dict that has the keys ``steps``,
-    ``seed``, ``scale`` and ``extra`` and the states of random generators under ``random``. Raise
-    :class:`DamagedCheckpointError` if a part of it is missing or has another type.
+    """Return the saved data of the checkpoint ``found`` other than tensors, as a dict with the keys ``steps``,
+    ``seed``, ``scale``, ``extra``, and ``random`` (the states of random generators). Raise
+    :class:`DamagedCheckpointError` if an entry is missing or has another type.
     """
     training = unpack_plain_data((found.folder / TRAINING).read_bytes())
     if wrong := find_wrong_state(training):
@@ -253,8 +251,8 @@ def _open_shard_reader(folder: Path) -> ShardReader:
 
 
 def _warn_of_other_tensors(folder: Path, reader: ShardReader, rank: RankProgram) -> None:
-    """Warn if the checkpoint in ``folder`` has tensors that this rank's model does not have: the checkpoint may then be
-    of another model. ``rank``: this rank's program. ``reader``: reads tensors of the checkpoint.
+    """Warn if the checkpoint in ``folder`` has tensors that the model does not have: the checkpoint may then be of
+    another model. ``rank``: this rank's program. ``reader``: reads tensors of the checkpoint.
     """
     known = list_names_read(rank.program)
     saved = sorted(key.removeprefix(MODEL) for key in reader.tensors if key.startswith(MODEL))
@@ -273,13 +271,13 @@ def _warn_of_other_tensors(folder: Path, reader: ShardReader, rank: RankProgram)
 def _select_extra_states(
     found: CheckpointMatch, training: Mapping[str, Any], rank: RankProgram, requested: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the saved state of each object named in ``requested``, such as a data loader, for this rank.
+    """Return the saved state of each object named in ``requested``, such as a data loader, for this rank. If the ranks
+    had different states, this rank gets its own. Raise :class:`CheckpointError` if a state is missing, or if states
+    differ between ranks and the mesh differs from the checkpoint's.
 
-    If the ranks had different states, this rank gets its own. Raise :class:`CheckpointError` if a state is missing, or
-    if states differ between ranks and the mesh is not the one of the checkpoint. ``training``: the saved data other
-    than tensors. Its entry ``extra`` is a dict: name -> state. Its entry ``extra_of_ranks`` has the states that differ
-    between ranks: name -> list over ranks. ``found``: the checkpoint. ``rank``: the program of this rank, with its
-    mesh.
+    ``training``: the saved data other than tensors. Its entry ``extra`` is a dict: name -> state. Its entry
+    ``extra_of_ranks`` has the states that differ between ranks: name -> list over ranks. ``found``: the checkpoint.
+    ``rank``: the program of this rank, with its mesh.
     """
     held, of_ranks = training["extra"], training.get("extra_of_ranks", {})
     for name in requested:
@@ -297,17 +295,17 @@ def _select_extra_states(
 def _read_group_hyperparameters(
     training: Mapping[str, Any], rank: RankProgram, optimizer: OptimizerState | None
 ) -> list[list[Mapping[str, Any]]]:
-    """Return the saved hyperparameters as a list over optimizers of lists over parameter groups, each a dict of name ->
-    value; empty without an optimizer.
+    """Return the saved hyperparameters of each parameter group of each optimizer, as a list over optimizers of lists
+    over groups of dicts: name -> value. Empty if ``optimizer`` is ``None``.
 
     ``training``: the saved data of the checkpoint other than tensors, with the descriptions of the optimizers under
     ``optimizer`` (in files of earlier versions: parameter groups under ``groups``). ``rank``: the program of this rank.
-    ``optimizer``: the optimizers whose parameter groups are matched with the saved ones; ``None``: there are none.
+    ``optimizer``: the optimizers whose parameter groups are matched with the saved groups.
     """
     if optimizer is None:
         return []
     saved = training.get("optimizer")
-    if saved is None:  # none at all; or of a version that kept those of the first rank alone, by their place
+    if saved is None:  # no optimizer was saved, or an earlier version saved the groups of the first rank, in order
         groups = training.get("groups")
         return hyperparameters.match_by_position(optimizer.optimizers, None if groups is None else [groups])
     return hyperparameters.match_by_names(optimizer.optimizers, optimizer.parameters, rank.program, saved)
@@ -320,13 +318,13 @@ def _match_saved_states(
     states: Mapping[str, Tensor],
     optimizer: OptimizerState | None,
 ) -> tuple[dict[str, str], dict[str, dict[str, Tensor]]]:
-    """Return the name under which each parameter or buffer of this rank was saved, and empty tensors for the
-    optimizer's saved state.
+    """Return two dicts: name of each parameter or buffer of this rank -> name under which it was saved; and parameter
+    name -> key (such as ``exp_avg``) -> empty tensor for this optimizer state.
 
-    The tensors are in a dict: parameter name -> key, such as ``exp_avg`` -> tensor. ``states``: name -> this rank's
-    shard. ``rank``: the program of this rank. ``optimizer``: the optimizers for whose states tensors are returned;
-    ``None``: there are none. ``found``: the checkpoint. ``reader``: reads tensors of the checkpoint. Raise
-    :class:`CheckpointError` if parameters or buffers are missing in the checkpoint or have other shapes.
+    ``states``: name -> this rank's shard. ``rank``: the program of this rank. ``optimizer``: the optimizers for whose
+    states tensors are returned; ``None``: the second dict is empty. ``found``: the checkpoint. ``reader``: reads
+    tensors of the checkpoint. Raise :class:`CheckpointError` if parameters or buffers are missing in the checkpoint or
+    have other shapes.
     """
     names: dict[str, str] = {}
     wrong: list[str] = []
@@ -341,7 +339,7 @@ def _match_saved_states(
             for c in (n, *data.aliases, *spelt.get(n, ()))
             if all(f"{MODEL}{p}" in reader.tensors for p in data.parts or (c,))
         ]
-        if not held and n in rank.program.constants:  # of a plan that does not change it
+        if not held and n in rank.program.constants:  # the plan itself has the value
             continue
         if not held:
             wrong.append(f"{n}: expected {data.kind} {list(data.shape)}, got nothing")
@@ -361,9 +359,9 @@ def _match_saved_states(
 
 
 def _find_other_spellings(reader: ShardReader, rank: RankProgram) -> dict[str, list[str]]:
-    """Return the other names under which the checkpoint has a parameter or buffer of the plan, such as with a wrapper's
-    prefix: name in the plan -> names in the checkpoint. ``reader``: reads tensors of the checkpoint. ``rank``: the
-    program of this rank, which knows the names of the plan.
+    """Return the other names, such as with a wrapper's prefix, under which the checkpoint has parameters or buffers of
+    the plan, as a dict: name in the plan -> names in the checkpoint. ``reader``: reads tensors of the checkpoint.
+    ``rank``: the program of this rank, which has the names of the plan.
     """
     saved = [key.removeprefix(MODEL) for key in reader.tensors if key.startswith(MODEL)]
     found: dict[str, list[str]] = {}
@@ -375,8 +373,8 @@ def _find_other_spellings(reader: ShardReader, rank: RankProgram) -> dict[str, l
 def _allocate_optimizer_state(
     found: CheckpointMatch, reader: ShardReader, rank: RankProgram, names: Mapping[str, str], optimizer: OptimizerState
 ) -> dict[str, dict[str, Tensor]]:
-    """Return empty tensors for the optimizer's saved state on this rank: parameter name -> key, such as ``exp_avg`` ->
-    tensor.
+    """Return empty tensors for the optimizer's saved state on this rank, as a nested dict: parameter name -> key (such
+    as ``exp_avg``) -> tensor.
 
     ``names``: name of the parameter in the plan -> name under which it was saved. ``rank``: the program of this rank.
     ``optimizer``: the optimizers that will get the state. ``found``: the checkpoint. ``reader``: reads tensors of the
@@ -407,10 +405,8 @@ def _allocate_optimizer_state(
 def _list_state_pieces(
     prefix: str, rank: RankProgram, state: str, saved_as: str, tensor: Tensor, suffix: str = ""
 ) -> list[ShardPiece]:
-    """Return the rectangular parts of saved tensors that must be read to fill ``tensor``. A tensor's key in the
-    checkpoint consists of ``prefix``, the name ``saved_as`` under which the parameter or buffer was saved, and
-    ``suffix``.
-
+    """Return the rectangular parts of saved tensors that must be read to fill ``tensor``. The key of a saved tensor
+    consists of ``prefix``, the name ``saved_as`` under which the parameter or buffer was saved, and ``suffix``.
     ``tensor``: this rank's part of the parameter or buffer named ``state``, or of an optimizer state for it. ``rank``:
     the program of this rank.
     """
@@ -421,11 +417,9 @@ def _list_state_pieces(
 
 
 def _check_files(found: CheckpointMatch, rank: RankProgram) -> None:
-    """Compare those files of the checkpoint ``found`` that this rank has to check with the manifest, by length and
-    SHA-256.
-
-    The ranks divide the files among themselves: each of ``n`` ranks checks every n-th one. ``rank``: the program of
-    this rank. Raise :class:`DamagedCheckpointError` if a file is missing or differs.
+    """Compare this rank's share of the files of the checkpoint ``found`` with the manifest, by length and SHA-256. Each
+    of ``n`` ranks checks every n-th file. ``rank``: the program of this rank. Raise :class:`DamagedCheckpointError` if
+    a file is missing or differs.
     """
     for name, expected in list(found.files.items())[rank.rank :: rank.program.world_size]:
         path = found.folder / name
@@ -444,13 +438,12 @@ def _check_files(found: CheckpointMatch, rank: RankProgram) -> None:
 def _run_on_all_ranks(
     communicator: Communicator, rank: RankProgram, work: Callable[[], _T], reading: CheckpointMatch | None = None
 ) -> _T:
-    """Call ``work`` on every rank, and return this rank's result once it has succeeded on all ranks. All ranks call
-    this.
+    """Call ``work`` on every rank, and return this rank's result once ``work`` has succeeded on all ranks. All ranks
+    call this. If ``work`` fails on any rank, raise :class:`CheckpointError` on all ranks.
 
-    If it fails on any rank, raise :class:`CheckpointError` on all ranks. ``reading``: the checkpoint that ``work``
-    reads; exceptions of other types than :class:`CheckpointError` then become a :class:`DamagedCheckpointError` that
-    names it. ``None``: such exceptions are raised unchanged. ``rank``: the program of this rank. ``communicator``:
-    connects this rank with the others.
+    ``reading``: the checkpoint that ``work`` reads; exceptions of other types are then raised as a
+    :class:`DamagedCheckpointError` that names the checkpoint. If ``reading`` is ``None``, such exceptions are raised
+    unchanged. ``rank``: the program of this rank. ``communicator``: connects this rank with the others.
     """
     result: _T | None = None
     error: CheckpointError | None = None
@@ -480,7 +473,6 @@ def _run_on_all_ranks(
 
 def _require_same_checkpoint(found: CheckpointMatch, rank: RankProgram, communicator: Communicator) -> None:
     """Raise :class:`CheckpointError` on all ranks if the ranks have found different checkpoints. All ranks call this.
-
     ``found``: the checkpoint that this rank has found. ``rank``: the program of this rank. ``communicator``: connects
     this rank with the others.
     """
@@ -492,9 +484,9 @@ def _require_same_checkpoint(found: CheckpointMatch, rank: RankProgram, communic
 
 
 def _is_equal_across_ranks(number: int, rank: RankProgram, communicator: Communicator) -> bool:
-    """Return whether all ranks call this with the same ``number``, a non-negative integer of at most 60 bits. All ranks
-    call this. ``rank``: the program of this rank, which has the number of ranks. ``communicator``: connects this rank
-    with the others.
+    """Return whether all ranks pass the same ``number``, a non-negative integer of at most 60 bits. All ranks call
+    this. ``rank``: the program of this rank, which has the number of ranks. ``communicator``: connects this rank with
+    the others.
     """
     bounds = torch.tensor([number, -number], dtype=torch.int64, device=communicator.device)
     high, low = get_world_group(communicator, rank.program.world_size).all_reduce(bounds, maximum=True).wait().tolist()
@@ -502,10 +494,9 @@ def _is_equal_across_ranks(number: int, rank: RankProgram, communicator: Communi
 
 
 def _list_candidate_folders(directory: Path) -> Sequence[Path]:
-    """Return the checkpoint folder to load, as a list of one path; an empty list if there is none.
-
-    That is ``directory`` itself if it has a manifest. Otherwise ``directory`` may be a folder of several checkpoints,
-    of which the one that the file ``latest`` names is chosen, or else the complete one with most steps.
+    """Return the checkpoint folder to load, as a list of one path; an empty list if there is none. It is ``directory``
+    itself if it has a manifest. Otherwise ``directory`` may be a folder of several checkpoints. The one that the file
+    ``latest`` names is then chosen; without such a file, the complete checkpoint with the most steps.
     """
     if (directory / MANIFEST).exists():
         return [directory]
@@ -517,8 +508,8 @@ def _list_candidate_folders(directory: Path) -> Sequence[Path]:
 
 
 def _suggest_other_checkpoint(folder: Path) -> str:
-    """Return the end of an error message about the damaged checkpoint ``folder``: which other checkpoint in the same
-    parent folder can be loaded instead, or that there is none.
+    """Return the end of an error message about the damaged checkpoint ``folder``, which says which other checkpoint in
+    the same parent folder can be loaded instead, or that there is none.
     """
     folder = folder.absolute()
     others = [f for f in list_complete_checkpoints(folder.parent) if f.folder.absolute() != folder]

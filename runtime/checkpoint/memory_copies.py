@@ -5,10 +5,10 @@ continues, it sends the state to a rank of another node, which keeps a second co
 that one step is complete on all nodes at any moment: a file is overwritten only after all ranks have confirmed that the
 copy in the other one is complete.
 
-A restarted run finds the newest step for which every rank's state is in some node's memory. Each rank reads it on its
-own node or receives it from another one. Copies belong to one line of a run, which is an uninterrupted sequence of
-steps under one plan, named by a token next to the checkpoints. A run that continues from disk, or under another plan,
-begins a new line and never reads the copies of an abandoned one.
+A restarted run finds the newest step for which every rank's state is in some node's memory. Each rank reads its state
+on its own node or receives it from another one. Copies belong to one line of a run: an uninterrupted sequence of steps
+under one plan, identified by a token in a file next to the checkpoints. A run that continues from disk, or under
+another plan, begins a new line and never reads the copies of an abandoned one.
 
 A file (``CheckpointSlot``) is mapped into memory and overwritten in place. A file named ``IDENTITY.RANK.STEP`` is
 complete; ``.IDENTITY.RANK.NUMBER.partial`` is being written, or its writer ended too early. Memory pages are allocated
@@ -60,16 +60,14 @@ from partitioner.runtime.files import find_foreign_access, write_text
 _NAME = re.compile(r"([0-9a-f]{16})\.(\d+)\.(\d+)")
 
 _PARTIAL = re.compile(r"\.([0-9a-f]{16})\.(\d+)\.\d+\.partial")
-_ALIGN = 64  # of tensors
-_PAGES = 1 << 16  # the head grows by so much, so that it seldom changes the file's length
-_LENGTH = 8  # bytes in front, which say how long the head is
+_ALIGN = 64  # alignment of tensors in bytes
+_PAGES = 1 << 16  # the head is padded to a multiple of this, so that the file's length seldom changes
+_LENGTH = 8  # bytes at the start of the file, which store the length of the head
 
 
 class SlotName(NamedTuple):
     """The parsed name of a file with the in-memory copy of one rank's training state (parameters, optimizer states and
-    so on).
-
-    ``rank``: the rank whose state the file has. ``step``: number of the training step; ``None`` if the file is
+    so on). ``rank``: the rank whose state the file has. ``step``: number of the training step; ``None`` if the file is
     incomplete. ``identity``: hash of the plan and of a token that changes when training resumes from a checkpoint on
     disk.
     """
@@ -80,8 +78,8 @@ class SlotName(NamedTuple):
 
     @classmethod
     def parse(cls, path: Path) -> Self | None:
-        """Return the rank, the step and the identity in the name of the file ``path``; ``None`` if it is no file with
-        an in-memory copy of a training state.
+        """Return the rank, the step and the identity in the name of the file ``path``; ``None`` if the file is not an
+        in-memory copy of a training state.
         """
         if found := _NAME.fullmatch(path.name):
             return cls(found[1], int(found[2]), int(found[3]))
@@ -90,8 +88,8 @@ class SlotName(NamedTuple):
 
 
 def iterate_slots(folder: Path) -> Iterator[tuple[SlotName, Path]]:
-    """Yield (parsed name, path) of each file in ``folder`` with an in-memory copy of a training state (of one rank and
-    one step), sorted by file name.
+    """Yield (parsed name, path) of each file in ``folder`` with an in-memory copy of one rank's training state, sorted
+    by file name.
     """
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if name := SlotName.parse(path):
@@ -99,10 +97,9 @@ def iterate_slots(folder: Path) -> Iterator[tuple[SlotName, Path]]:
 
 
 class SlotState(NamedTuple):
-    """The contents of the in-memory copy of one rank's training state (parameters, optimizer states and so on).
-
-    ``tensors``: the tensors by name. ``head``: bytes with the names, types and shapes of the tensors, and the other
-    state, such as step counters.
+    """The contents of the in-memory copy of one rank's training state. ``tensors``: the tensors by name (parameters,
+    optimizer states and so on). ``head``: bytes with the names, dtypes and shapes of the tensors, and the other state,
+    such as step counters.
     """
 
     head: bytes
@@ -111,9 +108,7 @@ class SlotState(NamedTuple):
     @classmethod
     def build(cls, tensors: Mapping[str, Tensor], run: Mapping[str, Any]) -> Self:
         """Return the contents of an in-memory copy. ``tensors``: this rank's tensors by name. ``run``: other state,
-        such as counters, by name.
-
-        Raise :class:`CheckpointError` if ``run`` is not plain data.
+        such as counters, by name. Raise :class:`CheckpointError` if ``run`` is not plain data.
         """
         table = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors.items()]
         return cls(pack_plain_data({"tensors": table, "run": dict(run)}, "the run"), tensors)
@@ -123,8 +118,8 @@ class SlotState(NamedTuple):
         return _compute_data_offset(self.head) + sum(_align_size(t.nbytes) for t in self.tensors.values())
 
     def write(self, to: Tensor) -> None:
-        """Write the contents of this in-memory copy (its header, then its tensors) into the tensor ``to`` of type
-        uint8, which has :attr:`nbytes` elements.
+        """Write the contents of this in-memory copy (its head, then its tensors) into ``to``, a uint8 tensor of
+        :attr:`nbytes` elements.
         """
         with torch.no_grad():
             front = len(self.head).to_bytes(_LENGTH, "little") + self.head
@@ -136,10 +131,8 @@ class SlotState(NamedTuple):
 
 def parse_slot_content(content: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return two parts of the in-memory copy of a training state: the tensors by name, as views of ``content``, and a
-    dict of the other state, such as step counters.
-
-    ``content``: the bytes that :meth:`SlotState.write` wrote, as a uint8 tensor. Raise an exception of unpickling if
-    they are damaged.
+    dict of the other state, such as step counters. ``content``: the bytes that :meth:`SlotState.write` wrote, as a
+    uint8 tensor. If they are damaged, unpickling raises its usual exceptions.
     """
     length = int.from_bytes(bytes(content[:_LENGTH].tolist()), "little")
     head = content[_LENGTH : _LENGTH + length].numpy().tobytes()
@@ -150,10 +143,9 @@ def parse_slot_content(content: Tensor) -> tuple[dict[str, Tensor], dict[str, An
 
 class CheckpointSlot:
     """A file, mapped into memory, for the in-memory copy of one rank's training state (parameters, optimizer states and
-    so on), which only this process writes.
-
-    ``path``: the file. ``name``: the parsed file name, which says whose copy it is and of which step. ``bytes``: the
-    mapped file as a uint8 tensor. Methods raise ``OSError`` if the file system reports an error.
+    so on). Only this process writes to the file. ``path``: the file. ``name``: the parsed file name: rank, step and
+    identity of the copy. ``bytes``: the mapped file as a uint8 tensor. Methods raise ``OSError`` if the file system
+    reports an error.
     """
 
     def __init__(self, path: Path, name: SlotName) -> None:
@@ -171,9 +163,8 @@ class CheckpointSlot:
         return self.bytes.numel()
 
     def resize(self, size: int) -> None:
-        """Change the file of this in-memory copy to ``size`` bytes, and allocate its memory now.
-
-        Writing to a page without memory would kill the process.
+        """Change the file of this in-memory copy to ``size`` bytes, and allocate its memory now, because writing to a
+        page when memory has run out would kill the process.
         """
         handle = os.open(self.path, os.O_RDWR)
         try:
@@ -184,8 +175,8 @@ class CheckpointSlot:
             os.close(handle)
 
     def begin(self, number: int) -> None:
-        """Mark the copy of this rank's checkpoint as incomplete, before it is written: rename its file to
-        ``.IDENTITY.RANK.NUMBER.partial``. ``number``: the step of the checkpoint, which becomes ``NUMBER``.
+        """Mark this in-memory copy as incomplete, before it is written: rename its file to
+        ``.IDENTITY.RANK.NUMBER.partial``, where ``NUMBER`` is ``number``, which distinguishes the two files of a rank.
         """
         self._rename_file(self.name._replace(step=None), f".{self.name.identity}.{self.name.rank}.{number}.partial")
 
@@ -204,8 +195,8 @@ class CheckpointSlot:
 
 
 def map_slot_file(path: Path) -> Tensor:
-    """Map the file ``path``, which has an in-memory copy of a training state, into memory, and return its bytes as a
-    uint8 tensor.
+    """Map the file ``path``, an in-memory copy of a training state, into memory, and return its bytes as a uint8
+    tensor.
     """
     with path.open("r+b") as file:
         return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
@@ -227,9 +218,8 @@ def _align_size(size: int) -> int:
 def _view_tensors(
     content: Tensor, at: int, table: Iterable[tuple[str, torch.dtype, torch.Size]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name of each tensor in ``table`` (name, type, shape), and a view of ``content`` as this tensor.
-
-    ``content``: uint8 tensor in which the tensors are one after the other, from byte ``at`` on.
+    """Yield, for each tensor in ``table`` (name, dtype, shape), its name and a view of ``content`` as this tensor.
+    ``content``: uint8 tensor in which the tensors follow each other from byte ``at`` on.
     """
     for name, dtype, shape in table:
         size = shape.numel() * dtype.itemsize
@@ -244,16 +234,16 @@ _Extra = Mapping[str, Stateful]
 
 
 class MemoryCopies:
-    """Copies of the training state in the memory of the nodes, as one rank sees them. All ranks create one and call the
-    same methods.
+    """Copies of the training state in the memory of the nodes, as one rank sees them. All ranks create one instance and
+    call the same methods.
 
     Args:
         checkpoints: the folder of checkpoints of this training, which all ranks see.
         engine: the engine whose state is copied.
         memory: a folder in the memory of this rank's node; by default ``/dev/shm``.
 
-    Raise :class:`CheckpointError` on all ranks if ``memory`` is no folder on the node of a rank, or if the plan keeps
-    optimizer states on disk.
+    Raise :class:`CheckpointError` on all ranks if ``memory`` is not a folder on the node of a rank, or if the plan
+    keeps optimizer states on disk.
     """
 
     def __init__(self, checkpoints: Path, engine: CheckpointedEngine, memory: Path | None = None) -> None:
@@ -276,15 +266,15 @@ class MemoryCopies:
         self._reset_copies()
 
     def _reset_copies(self) -> None:
-        """Forget which in-memory copies of the training state were made so far, so that the next one is treated as the
-        first. The files with the copies stay on the nodes.
+        """Forget the in-memory copies of the training state that were made so far, so that the next copy is treated as
+        the first. The files with the copies stay on the nodes.
         """
         self.step: int | None = None  # step of the copy that is complete on all ranks
         self._written: int | None = None  # step of the copy that is being sent
         self._identity = ""
         self._slots: dict[
             int, list[CheckpointSlot]
-        ] = {}  # rank -> its two files: for this rank, and for ranks that it keeps
+        ] = {}  # rank -> its two files: for this rank, and for the ranks whose second copy it keeps
         self._room: list[list[int]] = [[], []]  # for both files, their size in bytes for each rank; equal on all ranks
         self._restored = False
 
@@ -296,12 +286,10 @@ class MemoryCopies:
         return 2 * sum(self._room[1][r] for r in self._list_stored_ranks()) if self._room[1] else 0
 
     def save(self, optimizer: Optimizers, extra: _Extra) -> None:
-        """Copy the current training state into memory, and start to send it to a rank on another node, which keeps a
-        second copy. All ranks call this.
-
-        ``optimizer``: the optimizer of the engine's parameters, a list of several, or ``None``. ``extra``: name ->
-        another object whose state is copied, such as a data loader. Raise :class:`CheckpointError` on all ranks if this
-        copy, or sending the previous one, has failed on a rank.
+        """Copy the current training state into memory, and start to send the copy to a rank on another node, which
+        keeps it as the second copy. All ranks call this. ``optimizer``: the optimizer of the engine's parameters, a
+        list of several, or ``None``. ``extra``: name -> another object whose state is copied, such as a data loader.
+        Raise :class:`CheckpointError` on all ranks if this copy, or sending the previous one, has failed on a rank.
         """
         state = self._peers.run_on_all_ranks(
             "the copy in memory was not made", lambda: self._collect_slot_state(optimizer, extra)
@@ -325,20 +313,18 @@ class MemoryCopies:
         self.engine._saver.saved_at = self.engine.steps
 
     def wait(self) -> None:
-        """Wait until the last in-memory copy of the training state is complete on all ranks. All ranks call this.
-
-        Raise :class:`CheckpointError` on all ranks if it failed on any.
+        """Wait until the last in-memory copy of the training state is complete on all ranks. All ranks call this. Raise
+        :class:`CheckpointError` on all ranks if the copy failed on any rank.
         """
         self._peers.run_on_all_ranks("the copy in memory was not made", self._join_sending_thread)
         self._mark_copy_complete()
 
     def restore(self, optimizer: Optimizers, extra: _Extra) -> int | None:
         """Restore the newest training step for which every rank's state is in some node's memory, and return its
-        number. All ranks call this.
-
-        Return ``None`` and change nothing if there is no such step, if a checkpoint on disk is newer, or (with a
-        warning) if the copies cannot be read. ``optimizer``: the optimizer of the engine's parameters, a list of
-        several, or ``None``. ``extra``: name -> another object whose state is restored, such as a data loader.
+        number. All ranks call this. Return ``None`` and change nothing if there is no such step, if a checkpoint on
+        disk is newer, or (with a warning) if the copies cannot be read. ``optimizer``: the optimizer of the engine's
+        parameters, a list of several, or ``None``. ``extra``: name -> another object whose state is restored, such as a
+        data loader.
         """
         self._peers.run_on_all_ranks("the copy in memory was not made", self._join_sending_thread)
         self._reset_copies()
@@ -380,9 +366,8 @@ class MemoryCopies:
         return step
 
     def remove(self) -> None:
-        """Wait for the last copy, and delete all copies of this training from the nodes' memory. All ranks call this.
-
-        This is done at the end of training, when the last step is on disk.
+        """Wait for the last copy, and delete all copies of this training from the nodes' memory. Call this on all ranks
+        at the end of training, when the last step is on disk.
         """
         self.wait()
         self._slots.clear()
@@ -395,8 +380,9 @@ class MemoryCopies:
         return self._nodes.index(self._nodes[self.rank]) == self.rank
 
     def _make_folder(self) -> None:
-        """Create the folder in the node's memory (such as in ``/dev/shm``) in which this training keeps its in-memory
-        copies. Raise :class:`CheckpointError` if its parent is no folder.
+        """Create the folder for the copies of this training in the node's memory (such as in ``/dev/shm``). Raise
+        :class:`CheckpointError` if the parent of this folder does not exist, or if other users may write to this
+        folder.
         """
         parent = self.folder.parent
         if not parent.is_dir():
@@ -418,10 +404,9 @@ class MemoryCopies:
         return hashlib.sha256(f"{token} {self._way}".encode()).hexdigest()[:16]
 
     def _begin_line(self) -> None:
-        """Choose a new random token (a number) for the in-memory copies of training states made from now on, the same
-        on all ranks, and write it beside the checkpoints.
-
-        Copies that were made earlier have another token, and are not restored any more. All ranks call this.
+        """Choose a new random token (a number), the same on all ranks, for the in-memory copies from now on, and write
+        it to a file beside the checkpoints. Earlier copies have another token, and are no longer restored. All ranks
+        call this.
         """
         token = secrets.randbits(60) if self.rank == 0 else 0
         [token] = self._peers.sum_numbers([token])
@@ -431,11 +416,12 @@ class MemoryCopies:
 
     def _open_slots(self) -> None:
         """Open the files for in-memory copies that this rank writes: two for its own training state (parameters,
-        optimizer states and so on), and two for each other rank whose second copy it keeps.
+        optimizer states and so on), and two for each other rank whose second copy it keeps. Files with copies of the
+        current step are opened unchanged.
 
-        Files with copies of the current step are opened as they are. On the first rank of a node, also remove files
-        that are left from an earlier run of this training. They are recognised by the identity in their names: a hash
-        of the plan and of a token that changes when training resumes from a checkpoint on disk.
+        On the first rank of a node, also remove files that are left from an earlier run of this training. They are
+        recognised by the identity in their names: a hash of the plan and of a token that changes when training resumes
+        from a checkpoint on disk.
         """
         if self._is_node_leader():
             for name, path in iterate_slots(self.folder):
@@ -451,10 +437,9 @@ class MemoryCopies:
             self._slots[rank] = slots
 
     def _make_room(self, sizes: list[int]) -> None:
-        """Change the size of the files on this node into which the next in-memory copies are written: ``sizes[rank]``
-        bytes for the training state of each rank.
-
-        All ranks call this. Raise :class:`CheckpointError` on all ranks if a node has too little free memory.
+        """Change the size of the files on this node for the next in-memory copies to ``sizes[rank]`` bytes for the
+        training state of each rank. All ranks call this. Raise :class:`CheckpointError` on all ranks if a node has too
+        little free memory.
         """
         wanted = {
             slot: sizes[r]
@@ -469,8 +454,8 @@ class MemoryCopies:
         self._room = [sizes if self.step is None else self._room[1], sizes]
 
     def _check_room(self, missing: int) -> None:
-        """Raise :class:`CheckpointError` if the folder in this node's memory that holds the copies has less than
-        ``missing`` bytes free.
+        """Raise :class:`CheckpointError` if the folder in this node's memory for the copies has less than ``missing``
+        bytes free.
         """
         free = shutil.disk_usage(self.folder).free
         if free < missing:
@@ -481,7 +466,7 @@ class MemoryCopies:
             )
 
     def _find_free_slot(self, rank: int) -> CheckpointSlot:
-        """Return the one of the two files for in-memory copies of the state of ``rank`` that may be overwritten,
+        """Return the file, one of the two for in-memory copies of the state of ``rank``, that may be overwritten
         because the other one has the newest complete copy.
         """
         return next(slot for slot in self._slots[rank] if self.step is None or slot.name.step != self.step)
@@ -499,8 +484,8 @@ class MemoryCopies:
         )
 
     def _join_sending_thread(self) -> None:
-        """Wait until the thread that sends the last in-memory copy to the rank on another node has ended. Raise the
-        exception that it stored, if any.
+        """Wait until the thread that sends the last in-memory copy to the rank on another node has ended. If the thread
+        stored an exception, raise it.
         """
         if self._sending is not None:
             self._sending.join()
@@ -509,30 +494,30 @@ class MemoryCopies:
 
     def _mark_copy_complete(self) -> None:
         """Record the last in-memory copy of this rank's training state as complete. This is called once all ranks have
-        confirmed that theirs is.
+        confirmed that their copies are complete.
         """
         if self._written is None or self._written == self.step:
             return
         self.step = self._written
         if self._restored and self._is_node_leader():
             for name, path in iterate_slots(self.folder):
-                if name.rank not in self._list_stored_ranks():  # its copy was kept here before the restart
+                if (
+                    name.rank not in self._list_stored_ranks()
+                ):  # a copy that was kept on this node only before the restart
                     remove_slot_file(path)
         self._restored = False
 
     def _list_stored_ranks(self) -> list[int]:
-        """Return the ranks whose training state has a copy in the memory of this node: the ranks that run on this node,
-        and the ranks of other nodes whose second copy is kept by a rank of this node.
+        """Return the ranks whose training state has a copy in the memory of this node: the ranks of this node, and the
+        ranks of other nodes whose second copy is kept by a rank of this node.
         """
         here = [r for r, node in enumerate(self._nodes) if node == self._nodes[self.rank]]
         return here + [r for r, keeper in enumerate(self._keepers) if keeper in here]
 
     def _send_copies(self, slot: CheckpointSlot, step: int) -> None:
-        """Send this rank's in-memory copy of training step ``step`` to the rank on another node that keeps a second
-        copy of it, and receive the copies that this rank keeps for others.
-
-        ``slot``: the file with this rank's copy. This runs in a thread: an exception is stored, and is raised later by
-        :meth:`_join_sending_thread`.
+        """Send this rank's in-memory copy of training step ``step`` to the rank on another node that keeps its second
+        copy, and receive the copies that this rank keeps for others. ``slot``: the file with this rank's copy. This
+        runs in a thread: an exception is stored, and is raised later by :meth:`_join_sending_thread`.
         """
         try:
             keeper = self._keepers[self.rank]
@@ -550,11 +535,11 @@ class MemoryCopies:
 
     def _fetch_own_content(self, identity: str, step: int, holders: Mapping[int, Mapping[int, int]]) -> Tensor:
         """Return the bytes, as a uint8 tensor, of the in-memory copy of this rank's training state (parameters,
-        optimizer states and so on) after step ``step``.
+        optimizer states and so on) after step ``step``. They are read from a file on this node, or received from
+        another process. All ranks call this, because each also sends copies to ranks that have none on their node.
 
-        They are read from a file on this node, or received from another process. All ranks call this, because each also
-        sends copies to ranks that have none on their node. ``identity``: start of the names of the files with valid
-        copies. ``holders``: rank -> process that can read a copy of that rank's state -> size of the copy in bytes.
+        ``identity``: start of the names of the files with valid copies. ``holders``: rank -> process that can read a
+        copy of this rank's state -> size of the copy in bytes.
         """
         sources = {}  # rank without a copy on its node -> process that sends it
         for rank, sizes in holders.items():
@@ -578,11 +563,9 @@ class MemoryCopies:
         self, content: Tensor, optimizer: Optimizers
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Check the in-memory copy of this rank's training state, and return its tensors by name, and a dict of its
-        other state, such as counters. ``content``: the bytes of the copy.
-
-        Raise :class:`CheckpointError` if a tensor of the engine is missing or has another shape, or if the copy has no
-        state of ``optimizer``. ``optimizer``: one optimizer or a list whose state will be restored; ``None``: none will
-        be.
+        other state, such as counters. ``content``: the bytes of the copy. ``optimizer``: the optimizer or list of
+        optimizers whose state will be restored; ``None``: no optimizer state is needed. Raise :class:`CheckpointError`
+        if a tensor of the engine is missing or has another shape, or if optimizer state is needed and missing.
         """
         tensors, run = parse_slot_content(content)
         for name, held in list_rank_tensors(self.engine, None).items():
@@ -597,9 +580,8 @@ class MemoryCopies:
 
 
 def get_copies_folder(checkpoints: Path, memory: Path) -> Path:
-    """Return the folder inside ``memory`` for the copies of the training whose checkpoints are in ``checkpoints``.
-
-    It has the same path on every node.
+    """Return the folder inside ``memory`` for the copies of the training whose checkpoints are in ``checkpoints``. The
+    path is the same on every node.
     """
     told = f"{os.getuid()} {os.path.realpath(checkpoints)}"
     return memory / f"copies-{hashlib.sha256(told.encode()).hexdigest()[:12]}"
@@ -607,9 +589,7 @@ def get_copies_folder(checkpoints: Path, memory: Path) -> Path:
 
 def remove_line_token(checkpoints: Path, rank: int) -> None:
     """Remove the file with the token (a random number) of valid in-memory copies from the folder ``checkpoints``, so
-    that none is restored any more. Only rank 0 removes the file; on other ranks this does nothing.
-
-    ``rank``: number of this rank.
+    that none are restored any more. Do nothing if ``rank``, the number of this rank, is not 0.
     """
     if rank == 0:
         (checkpoints / LINE).unlink(missing_ok=True)
@@ -621,10 +601,9 @@ def _resize_slots(wanted: Mapping[CheckpointSlot, int]) -> None:
 
 
 def _read_current_line(checkpoints: Path) -> list[int]:
-    """Return two numbers: the token (a random number) that valid in-memory copies have, and the step of the newest
-    checkpoint on disk that was written after this token.
-
-    Each is 0 if there is none. ``checkpoints``: the folder of checkpoints.
+    """Return two numbers: the token (a random number) of valid in-memory copies, and the step of the newest checkpoint
+    on disk that was written after the token. A number is 0 if there is no such token or checkpoint. ``checkpoints``:
+    the folder of checkpoints.
     """
     try:
         token = int((checkpoints / LINE).read_text(), 16)

@@ -22,15 +22,13 @@ _CHUNK = 1 << 28  # bytes of one message
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _T = TypeVar("_T")
-_opened: list[Any] = []  # Gloo cannot always be taken down
+_opened: list[Any] = []  # keeps process groups alive, because Gloo cannot always be shut down
 
 
 class Peers:
     """A Gloo group of all ranks, to exchange small integers and bytes in host memory. ``rank``: number of this rank.
-    ``world_size``: number of ranks.
-
-    All ranks must call each method together, except :meth:`send` and :meth:`receive`. Raise :class:`CheckpointError` if
-    there are several ranks but no ``torch.distributed`` process group.
+    ``world_size``: number of ranks. All ranks must call each method together, except :meth:`send` and :meth:`receive`.
+    Raise :class:`CheckpointError` if there are several ranks but no ``torch.distributed`` process group.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -62,8 +60,8 @@ class Peers:
         return self.sum_numbers([number if rank == self.rank else 0 for rank in range(self.world_size)])
 
     def gather_lists(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the list ``numbers`` of each rank, in the order of the ranks. All ranks call this; the lists may
-        differ in length.
+        """Return the list ``numbers`` of each rank, in the order of the ranks. The lists may differ in length. All
+        ranks call this.
         """
         lengths = self.gather_number(len(numbers))
         starts = [sum(lengths[:rank]) for rank in range(self.world_size)]
@@ -73,11 +71,9 @@ class Peers:
         return [found[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
     def run_on_all_ranks(self, action: str, work: Callable[[], _T]) -> _T:
-        """Call ``work`` on every rank, and return this rank's result once it has succeeded on all ranks. All ranks call
-        this.
-
-        If it fails on any rank, raise :class:`CheckpointError` on all ranks. ``action``: start of the message, such as
-        "the copy in memory was not made".
+        """Call ``work`` on every rank, and return this rank's result once ``work`` has succeeded on all ranks. All
+        ranks call this. If ``work`` fails on any rank, raise :class:`CheckpointError` on all ranks. ``action``: start
+        of the message, such as "the copy in memory was not made".
         """
         error: Exception | None = None
         try:
@@ -94,8 +90,8 @@ class Peers:
         return result
 
     def send(self, content: Tensor, to: int) -> list[Any]:
-        """Start to send the bytes ``content`` to rank ``to``, and return handles; wait for all of them before
-        ``content`` changes.
+        """Start to send the bytes ``content`` to rank ``to``, and return the handles of the sends. Wait for all handles
+        before ``content`` changes.
         """
         return [self._backend.send([part], to, 0) for part in content.split(_CHUNK)]
 
@@ -105,9 +101,8 @@ class Peers:
 
 
 def identify_node(folder: Path) -> int:
-    """Return a number that identifies the node of this process. It is equal for processes that see the same ``folder``.
-
-    ``folder``: a folder in the memory of the node, such as one in ``/dev/shm``.
+    """Return a number that identifies the node of this process: equal for processes that see the same ``folder``, a
+    folder in the memory of the node, such as one in ``/dev/shm``.
     """
     found = folder.stat()
     boot = _BOOT.read_text() if _BOOT.exists() else ""
@@ -121,7 +116,7 @@ def assign_backup_ranks(nodes: Sequence[int]) -> list[int | None]:
 
     ``nodes[rank]``: number of the node of each rank. The nodes form a ring, and the second copy is on the next node: on
     the rank with the same index within the node, modulo the number of ranks there. All entries are ``None`` if there is
-    one node, because a second copy would be lost together with the first.
+    only one node, because a second copy would be lost together with the first.
 
         >>> assign_backup_ranks([7, 7, 9, 9, 9])
         [2, 3, 0, 1, 0]

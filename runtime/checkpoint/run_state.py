@@ -35,8 +35,8 @@ from partitioner.runtime.state.parameters import MasterParameters
 
 
 class CheckpointedEngine(Protocol):
-    """The attributes and methods of an engine that checkpoints use: this rank's tensors (parameters and buffers), its
-    counters, and how to save and load.
+    """Interface of an engine for checkpoints: this rank's tensors (parameters and buffers), its counters, and how to
+    save and load.
     """
 
     rank_program: RankProgram
@@ -78,11 +78,10 @@ class CheckpointedEngine(Protocol):
 
 
 def collect_common_state(engine: CheckpointedEngine) -> dict[str, Any]:
-    """Return the part of the training state of ``engine`` that is equal on all ranks, as a dict of plain data.
-
-    Its keys are ``steps`` and ``optimizer_steps`` (counters), ``seed``, ``scale`` (the state of the loss scale as a
-    dict, or ``None``) and ``residuals`` (a hash of how the plan reduces gradients: stored rounding errors of gradient
-    compression can be restored only under a plan with the same hash).
+    """Return the part of the training state of ``engine`` that is equal on all ranks, as a dict of plain data. Its keys
+    are ``steps`` and ``optimizer_steps`` (counters), ``seed``, ``scale`` (the state of the loss scale as a dict, or
+    ``None``) and ``residuals``: a hash of how the plan reduces gradients. Stored rounding errors of gradient
+    compression can be restored only under a plan with the same hash.
     """
     return {
         "steps": engine.steps,
@@ -96,9 +95,8 @@ def collect_common_state(engine: CheckpointedEngine) -> dict[str, Any]:
 def collect_rank_state(
     engine: CheckpointedEngine, optimizer: Optimizers, extra: Mapping[str, Stateful] | None
 ) -> dict[str, Any]:
-    """Return the part of the training state of ``engine`` that belongs to this rank: a dict with the hyperparameters of
-    its optimizers under ``"optimizer"`` and the states of further objects under ``"extra"``. Tensors and random states
-    are not included.
+    """Return the part of the training state of ``engine`` that belongs to this rank, without tensors and random states,
+    as a dict: ``"optimizer"`` has the hyperparameters of its optimizers, and ``"extra"`` the states of further objects.
 
     ``optimizer``: the optimizer of the engine's parameters, a list of several, or ``None``. ``extra``: name -> object
     with ``state_dict()``, such as a data loader. Raise :class:`CheckpointError` if an object has no ``state_dict()``.
@@ -118,9 +116,7 @@ def collect_content(
 ) -> CheckpointContent:
     """Return everything that this rank of ``engine`` has to save to a checkpoint. ``optimizer``: the optimizer of the
     engine's parameters, a list of several, or ``None``. ``extra``: name -> another object whose state is saved, such as
-    a data loader.
-
-    Raise :class:`CheckpointError` if an optimizer has parameters that are not the engine's.
+    a data loader. Raise :class:`CheckpointError` if an optimizer has parameters that are not the engine's.
     """
     rank = engine.rank_program
     held = None if optimizer is None else OptimizerState(optimizer, engine._parameters)
@@ -143,12 +139,12 @@ def load_run_state(
     extra: Mapping[str, Stateful] | None,
     verify: bool,
 ) -> None:
-    """Restore the state of ``engine`` from the checkpoint ``directory``, which may be from any plan of the model. All
-    ranks call this.
+    """Restore the state of ``engine`` from the checkpoint ``directory``, which may be from any plan of the model:
+    weights, optimizer state, rounding errors of gradient compression, counters, random state, and the objects in
+    ``extra``. All ranks call this.
 
-    It restores weights, optimizer state, rounding errors of gradient compression, counters, random state, and the
-    objects in ``extra``. ``extra``: name -> object. ``optimizer``: the optimizer whose state is restored, a list of
-    several, or ``None``. ``verify``: first compare checksums of the files.
+    ``extra``: name -> object. ``optimizer``: the optimizer whose state is restored, a list of several, or ``None``.
+    ``verify``: whether to compare the checksums of the files first.
     """
     rank, residuals = engine.rank_program, engine._gradients.residuals
     held = None if optimizer is None else OptimizerState(optimizer, engine._parameters)
@@ -182,11 +178,11 @@ def restore_run(
     Raise :class:`CheckpointError` if ``run`` has no state of an object in ``extra``.
     """
     engine.steps, engine.seed = run["steps"], run["seed"]
-    engine.optimizer_steps = run.get("optimizer_steps", run["steps"])  # earlier versions did not tell them apart
+    engine.optimizer_steps = run.get("optimizer_steps", run["steps"])  # earlier versions had only one counter
     if engine._scale is not None and run["scale"] is not None:
         engine._scale.load_state_dict(run["scale"])
         engine._gradients.rescale(engine._scale.value / run["scale"]["value"])
-    if engine.program.objective == "train":  # else there may be an engine beside it whose run goes on
+    if engine.program.objective == "train":  # otherwise another engine of the process may be training
         set_random_state(random, engine.device)
     for name, target in (extra or {}).items():
         if name not in run["extra"]:
@@ -196,10 +192,8 @@ def restore_run(
 
 
 def list_rank_tensors(engine: CheckpointedEngine, optimizer: Optimizers) -> dict[str, Tensor]:
-    """Return all tensors of ``engine`` that this rank must save, as name -> tensor, where the name has a prefix for the
-    kind of tensor.
-
-    They are its shards of parameters and buffers, rounding errors of gradient compression, and the states of
+    """Return all tensors of ``engine`` that this rank must save, as a dict: name, with a prefix for the kind of tensor
+    -> tensor. They are its shards of parameters and buffers, rounding errors of gradient compression, and the states of
     ``optimizer`` (one optimizer, a list of several, or ``None``).
     """
     held, parameters = engine._masters.held, engine._parameters

@@ -1,9 +1,9 @@
 """Write a checkpoint, either immediately or in a thread, from copies in host memory, while training continues.
 
 :class:`Staging` makes the copies. Parameters and optimizer state change only in the optimizer's step. They are copied
-during the next forward and backward, and an optimizer step that would start before the copies are made waits. All other
-state is copied immediately. States on disk are not copied, because that would load all of them into memory. They are
-written from their files, and the optimizer step waits until they are written.
+during the next forward and backward, and an optimizer step that would start before the copies are complete waits. All
+other state is copied immediately. States on disk are not copied, because that would load all of them into memory. They
+are written from their files, and the optimizer step waits until they are written.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from partitioner.runtime.state.disk_offload import is_mapped
 
 
 class Staging:
-    """Copies a rank's training state to host memory, from where a checkpoint is written while training continues.
-    ``device``: the device of the rank. One save at a time; the host buffers of the previous save are reused.
+    """Copies a rank's training state to host memory, from which a checkpoint is written while training continues.
+    ``device``: the device of the rank. There is one save at a time; the host buffers of the previous save are reused.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -71,14 +71,13 @@ class Staging:
         optimizers: Sequence[torch.optim.Optimizer | None],
     ) -> list[ShardPiece]:
         """Start to copy the state for a save, and return pieces (rectangular parts of tensors) that refer to the
-        copies.
+        copies. Pieces on disk are not copied and are returned unchanged. Call this only after the previous save has
+        ended.
 
         Args:
             changing: pieces that may change at any time; they are copied now.
             unchanging: pieces that change only in an optimizer step; :meth:`finish_copies` copies them later.
-            optimizers: the optimizers whose next step waits until the copies are made.
-
-        Pieces on disk are not copied and are returned as they are. Call this only after the previous save has ended.
+            optimizers: the optimizers whose next step waits until the copies are complete.
         """
         self._remove_hooks()
         everything = [*changing, *unchanging]
@@ -105,9 +104,7 @@ class Staging:
         ]
 
     def finish_copies(self) -> None:
-        """Copy the tensors that change only in an optimizer step. This is called in the thread that writes the
-        checkpoint.
-
+        """Copy the tensors that change only in an optimizer step. The thread that writes the checkpoint calls this.
         Raise :class:`CheckpointError` if one of them was changed before it was copied.
         """
         try:
@@ -121,9 +118,8 @@ class Staging:
         self._require_unchanged(changed)
 
     def release(self) -> None:
-        """Let the optimizer step again, after the copied state was written or writing has failed.
-
-        Raise :class:`CheckpointError` if a tensor on disk, which is written without a copy, was changed before it was
+        """Let the optimizer step again, after the state was written or writing has failed. Raise
+        :class:`CheckpointError` if a tensor on disk, which is written without a copy, was changed before it was
         written.
         """
         changed = [p.key for p, version in self._as_it_is if p.tensor._version != version]
@@ -132,8 +128,8 @@ class Staging:
         self._require_unchanged(changed)
 
     def _require_unchanged(self, changed: Sequence[str]) -> None:
-        """Raise :class:`CheckpointError` if ``changed`` is not empty. ``changed``: names of tensors that were changed
-        while they were copied.
+        """Raise :class:`CheckpointError` if ``changed``, the names of tensors that were changed while they were copied,
+        is not empty.
         """
         if changed:
             raise CheckpointError(
@@ -142,9 +138,8 @@ class Staging:
             )
 
     def _copy(self) -> None:
-        """Copy the tensors that change only in an optimizer step to host buffers, and wait for the copies.
-
-        On a GPU the copies run on a CUDA stream of their own, after the kernels that were queued when the save began.
+        """Copy the tensors that change only in an optimizer step to host buffers, and wait for the copies. On a GPU the
+        copies run on a separate CUDA stream, after the kernels that were queued when the save began.
         """
         if self._ready is None:
             for piece, buffer, _ in self._later:
@@ -198,7 +193,7 @@ class CheckpointContent:
 
 class Saving:
     """The handle of a checkpoint that is being written to ``directory``. ``copied``: a ``threading.Event`` that is set
-    when the parameters and all else that is saved are copied, so that training may change them again.
+    when all saved state is copied, so that training may change it again.
     """
 
     def __init__(self, directory: Path, copied: threading.Event) -> None:
@@ -208,20 +203,21 @@ class Saving:
         self._thread: threading.Thread | None = None
 
     def run(self, work: Callable[[], None], in_background: bool) -> None:
-        """Call ``work``, which writes the checkpoint: in a new thread if ``in_background`` is true, so that training
-        continues, else before this method returns. An exception of ``work`` is stored in :attr:`error`.
+        """Call ``work``, which writes the checkpoint. If ``in_background`` is true, ``work`` runs in a new thread, so
+        that training continues; otherwise this method returns when it has ended. An exception of ``work`` is stored in
+        :attr:`error`.
         """
 
         def guarded() -> None:
-            """Call ``work``, and store its exception; raise it, too, if the main thread has ended and nobody reads the
-            stored one.
+            """Call ``work``, and store its exception. If the main thread has ended, nobody reads the stored exception,
+            so raise it, too.
             """
             try:
                 work()
             except BaseException as error:
                 self.error = error
                 if not threading.main_thread().is_alive():
-                    raise  # nobody asks any more
+                    raise  # nobody reads the stored exception any more
 
         if in_background:
             thread = threading.Thread(target=guarded, name=f"checkpoint {self.directory.name}")
@@ -236,16 +232,14 @@ class Saving:
         return self._thread is None or not self._thread.is_alive()
 
     def wait_until_copied(self) -> None:
-        """Wait until the state is copied, so that it may be changed.
-
-        The optimizer's step waits by itself; code that changes parameters in another way must call this first.
+        """Wait until the state is copied, so that it may be changed. The optimizer's step waits by itself; code that
+        changes parameters in another way must call this first.
         """
         self._copied.wait()
 
     def wait(self) -> None:
-        """Wait until this checkpoint is completely written.
-
-        Raise :class:`CheckpointError` if any rank failed; a previous checkpoint in the folder is then kept.
+        """Wait until this checkpoint is completely written. Raise :class:`CheckpointError` if any rank failed; a
+        previous checkpoint in the folder is then kept.
         """
         self.join()
         error, self.error = self.error, None
@@ -257,23 +251,21 @@ class Saving:
             self._thread.join()
 
 
-_OPEN_SAVES: weakref.WeakSet[Saving] = weakref.WeakSet()  # of all engines of this process
+_OPEN_SAVES: weakref.WeakSet[Saving] = weakref.WeakSet()  # of all engines in this process
 
 
 @dataclass
 class Saver:
     """Saves checkpoints for one rank, one at a time. ``communicator``: connects this rank with the others.
-    ``world_size``: number of ranks. ``timeout``: seconds to wait for the files of other ranks.
-
-    ``last``: handle of the last save. ``saved_at``: number of steps after which a checkpoint was saved, or copied for
-    saving, last.
+    ``world_size``: number of ranks. ``timeout``: seconds to wait for the files of other ranks. ``last``: handle of the
+    last save. ``saved_at``: number of steps at which the state was last saved, or copied into memory.
     """
 
     communicator: Communicator
     world_size: int
     timeout: float = TIMEOUT_S
     last: Saving | None = None
-    saved_at: int | None = None  # after how many steps the state was saved or copied last
+    saved_at: int | None = None  # number of steps at which the state was last saved or copied
     _staging: Staging = field(init=False)
 
     def __post_init__(self) -> None:
@@ -288,16 +280,16 @@ class Saver:
         wait: bool,
         then: Callable[[Path], None] | None = None,
     ) -> Saving:
-        """Save a checkpoint to ``directory``, and return its handle. All ranks call this.
+        """Save a checkpoint to ``directory``, and return its handle. All ranks call this. Raise
+        :class:`CheckpointError` on all ranks, before anything is written, if the previous save, or ``build_content``,
+        failed on any rank.
 
         Args:
-            build_content: returns the content to save; called after the previous save has ended.
+            build_content: function that returns the content to save; called after the previous save has ended.
             optimizer: the optimizers whose step waits until their state is copied.
-            wait: return only after the checkpoint is complete and ``then`` has returned, on all ranks.
-            then: called with the folder on rank 0 once the checkpoint is complete.
-
-        Raise :class:`CheckpointError` on all ranks, before anything is written, if the previous save, or
-        ``build_content``, failed on any rank."""
+            wait: whether to return only after the checkpoint is complete and ``then`` has returned, on all ranks.
+            then: function that is called with the folder on rank 0 once the checkpoint is complete.
+        """
         contents: list[CheckpointContent] = []
 
         def ready() -> None:
@@ -326,24 +318,23 @@ class Saver:
         return self.last
 
     def wait(self) -> None:
-        """Wait until the last checkpoint that this rank saves is complete. Raise :class:`CheckpointError` if it
-        failed."""
+        """Wait until the last checkpoint that this rank saves is complete. Raise :class:`CheckpointError` if the save
+        failed.
+        """
         if self.last is not None:
             self.last.wait()
 
     def settle(self) -> None:
         """Wait until the last save is complete on all ranks, and the function ``then`` that was passed to it has
-        returned. All ranks call this.
-
-        Raise :class:`CheckpointError` on all ranks if it failed on any.
+        returned. All ranks call this. Raise :class:`CheckpointError` on all ranks if the save failed on any rank.
         """
         _run_on_all_ranks(self.wait, self.communicator, self.world_size, "the checkpoint was not written")
 
     def check_between(self, steps: int, gradients: Iterable[Tensor]) -> None:
         """Warn on rank 0 if the last checkpoint was saved in the middle of gradient accumulation: after ``steps``
-        batches, and the next batch adds to gradients that were accumulated before. A checkpoint has no gradients, so
-        training that resumes from it would lose the accumulated ones. ``gradients``: the accumulated gradients; there
-        is no warning if all of them are zero.
+        batches, and the next batch adds to gradients that were accumulated before. A checkpoint does not contain
+        gradients, so training that resumes from it would lose the accumulated ones. ``gradients``: the accumulated
+        gradients; there is no warning if all are zero.
         """
         if self.saved_at == steps and self.communicator.rank == 0 and any(bool(g.any()) for g in gradients):
             warnings.warn(
@@ -356,15 +347,13 @@ class Saver:
 
     def wait_until_idle(self, directory: Path | None = None) -> None:
         """Wait until no save of this engine is in progress on any rank, whether it succeeds or fails. All ranks call
-        this.
-
-        ``directory``: also wait for saves to this folder, or to folders in it, by other engines and processes. Raise
-        :class:`CheckpointError` if the save of another process does not end in time.
+        this. ``directory``: wait also for saves by other engines and processes to this folder, or to folders in it.
+        Raise :class:`CheckpointError` if the save of another process does not end in time.
         """
 
         def wait() -> None:
-            """Wait for the saves of this engine. If the enclosing call names a folder, also wait for saves of other
-            engines and processes to it.
+            """Wait for the saves of this engine. If ``directory`` is given, also wait for saves of other engines and
+            processes to it.
             """
             if self.last is not None:
                 self.last.join()
@@ -382,11 +371,11 @@ class Saver:
 
 
 def _run_on_all_ranks(work: Callable[[], None], communicator: Communicator, world_size: int, action: str) -> None:
-    """Call ``work`` on every rank. If it fails on any rank, raise an error on all of them: the error of ``work`` where
-    it failed, a :class:`CheckpointError` elsewhere. All ranks call this.
-
-    ``action``: start of the message of the :class:`CheckpointError`, such as what was not written. ``world_size``:
-    number of ranks. ``communicator``: connects this rank with the others."""
+    """Call ``work`` on every rank. If it fails on any rank, raise an error on all ranks: the error of ``work`` where it
+    failed, a :class:`CheckpointError` elsewhere. All ranks call this. ``action``: start of the message of the
+    :class:`CheckpointError`, such as "the checkpoint was not written". ``world_size``: number of ranks.
+    ``communicator``: connects this rank with the others.
+    """
     error: Exception | None = None
     try:
         work()
@@ -408,12 +397,12 @@ def agree_on_target(
     before: Callable[[], None] | None = None,
     own: str = OWN,
 ) -> CheckpointTarget:
-    """Prepare to write a checkpoint or an export to the folder ``final``: return the paths to use, which are the same
-    on all ranks. All ranks call this. Rank 0 removes incomplete files that earlier, failed writes have left.
+    """Prepare to write a checkpoint or an export to the folder ``final``, and return the paths to use, which are the
+    same on all ranks. All ranks call this. Rank 0 removes incomplete files that earlier, failed writes have left.
 
-    ``before``: called first on each rank. ``own``: regular expression of the names of the files in ``final`` that the
-    new ones replace. Raise what ``before`` raises, or :class:`CheckpointError` if ``before`` or the removal failed on
-    another rank. ``world_size``: number of ranks. ``communicator``: connects this rank with the others.
+    ``before``: function called first on each rank. ``own``: regular expression of the names of the files in ``final``
+    that the new files replace. ``world_size``: number of ranks. ``communicator``: connects this rank with the others.
+    Raise the exception of ``before``, or :class:`CheckpointError` if ``before`` or the removal failed on another rank.
     """
     error: Exception | None = None
     token = 0
@@ -443,11 +432,10 @@ def agree_on_target(
 def list_pieces(
     rank: RankProgram, states: Mapping[str, Tensor], optimizer: OptimizerState | None
 ) -> tuple[list[ShardPiece], list[ShardPiece]]:
-    """Return the rectangular parts of weights and optimizer state that this rank writes to a checkpoint, in two lists.
-
-    The first list has parts that may change at any time, the second those that change only in an optimizer step.
-    ``rank``: the program of this rank. ``states``: name -> this rank's shard. ``optimizer``: the states of the
-    optimizers; ``None``: there are none to write.
+    """Return the rectangular parts of weights and optimizer state that this rank writes to a checkpoint, in two lists:
+    those that may change at any time, and those that change only in an optimizer step. ``rank``: the program of this
+    rank. ``states``: name -> this rank's shard. ``optimizer``: the states of the optimizers; ``None``: optimizer state
+    is not written.
     """
     saved = list_saved_states(rank.program)
     mine = list_written_states(rank, saved)
@@ -464,15 +452,15 @@ def list_pieces(
 
 
 def list_saved_states(program: Program) -> list[str]:
-    """Return the names of the parameters and buffers of ``program`` that a checkpoint has: weights, and buffers that a
-    step updates.
+    """Return the names of the parameters and buffers of ``program`` that a checkpoint contains: weights, and buffers
+    that a step updates.
     """
     kept = set(list_weight_states(program)) | set(list_updated_states(program))
     return [n for n in program.states if n in kept]
 
 
 def list_weight_states(program: Program) -> list[str]:
-    """Return the names of the parameters and buffers of ``program`` that some pipeline stage reads, without those whose
+    """Return the names of the parameters and buffers of ``program`` that some pipeline stage reads, except those whose
     values are stored in the plan itself.
     """
     return [n for n, s in program.states.items() if s.kind != "constant" and n not in program.constants and s.stages]
@@ -485,13 +473,13 @@ def _write_rank_part(
     timeout: float,
     staging: Staging | None,
 ) -> None:
-    """Write this rank's part of a checkpoint; on rank 0, also complete the checkpoint. Other ranks wait until it is
+    """Write this rank's part of a checkpoint. On rank 0, also complete the checkpoint; other ranks wait until it is
     complete. On an error, report it to the other ranks and raise it.
 
     ``target``: the paths of the checkpoint. ``content``: everything that this rank saves. ``pieces``: the rectangular
-    parts of tensors to write. ``timeout``: seconds to wait for other ranks. ``staging``: copies the tensors to host
-    memory; the copies, to which ``pieces`` refers, are finished first. ``None``: ``pieces`` refers to the tensors
-    themselves.
+    parts of tensors to write. ``timeout``: seconds to wait for other ranks. ``staging``: object that copies the tensors
+    to host memory; ``pieces`` then refers to the copies, which are finished first. ``None``: ``pieces`` refers to the
+    tensors themselves.
     """
     from partitioner.runtime.checkpoint.dcp_files import pack_record, write_shards
 
@@ -511,9 +499,9 @@ def _write_rank_part(
             _complete_checkpoint(target, content, timeout)
     except BaseException as error:
         if isinstance(error, FileNotFoundError):
-            target.check()  # the first rank has failed and removed the folder: what others miss in it is no cause
+            target.check()  # rank 0 has failed and removed the folder, so the missing file is not the cause
         for path in target.partial.glob(f"__{rank}_*"):
-            path.unlink(missing_ok=True)  # room for the word to the others
+            path.unlink(missing_ok=True)  # frees space for the report to the other ranks
         target.fail(rank, error)
         if rank == 0:
             with contextlib.suppress(OSError):
@@ -525,10 +513,8 @@ def _write_rank_part(
 
 def _complete_checkpoint(target: CheckpointTarget, content: CheckpointContent, timeout: float) -> None:
     """Wait for the parts of all ranks, write the metadata and the manifest with checksums, and rename the folder to its
-    final name.
-
-    ``timeout``: seconds to wait for other ranks. Raise :class:`CheckpointError` if a rank failed or is late.
-    ``target``: the paths of the checkpoint. ``content``: everything that this rank saves.
+    final name. ``timeout``: seconds to wait for other ranks. ``target``: the paths of the checkpoint. ``content``:
+    everything that this rank saves. Raise :class:`CheckpointError` if a rank failed or is late.
     """
     from partitioner.runtime.checkpoint.dcp_files import unpack_record, write_metadata
 
@@ -567,10 +553,9 @@ def _complete_checkpoint(target: CheckpointTarget, content: CheckpointContent, t
 
 
 def _deduplicate_random_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the random states of all ranks, with equal states stored once.
-
-    The key ``"states"`` has the distinct states, and ``"of"`` has for each rank the index of its state. ``states``: for
-    each rank, a dict of the states of its random generators, by the generator's name (``python``, ``torch`` and so on).
+    """Return the states of the random generators of all ranks, with equal states stored once, as a dict: ``"states"``
+    has the distinct states, and ``"of"`` has for each rank the index of its state. ``states``: for each rank, a dict:
+    name of a generator (``python``, ``torch`` and so on) -> its state.
     """
     places: dict[bytes, int] = {}
     of = [places.setdefault(pickle.dumps(state), len(places)) for state in states]
@@ -578,10 +563,9 @@ def _deduplicate_random_states(states: Sequence[Mapping[str, Any]]) -> dict[str,
 
 
 def _collect_differing_states(extras: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the states of further objects, such as data loaders, that differ between ranks, as object name -> list of
-    the state of each rank. States that are equal on all ranks are left out.
-
-    ``extras``: for each rank, object name -> state.
+    """Return the states of further objects, such as data loaders, that differ between ranks, as a dict: object name ->
+    list of the state of each rank. States that are equal on all ranks are left out. ``extras``: for each rank, object
+    name -> state.
     """
     first, *others = extras
     differ = [n for n, state in first.items() if not all(is_equal_data(state, other.get(n)) for other in others)]
@@ -589,9 +573,9 @@ def _collect_differing_states(extras: Sequence[Mapping[str, Any]]) -> dict[str, 
 
 
 def _choose_reported_error(error: BaseException, directory: Path) -> BaseException:
-    """Return the error to report for a failed save: ``error`` itself if it is a :class:`CheckpointError` or no ordinary
-    ``Exception`` (such as ``KeyboardInterrupt``), otherwise a :class:`CheckpointError` that names the checkpoint
-    ``directory`` and quotes ``error``.
+    """Return the error to report for a failed save. If ``error`` is a :class:`CheckpointError`, or not an ordinary
+    ``Exception`` (such as ``KeyboardInterrupt``), it is ``error`` itself; otherwise a :class:`CheckpointError` that
+    names the checkpoint ``directory`` and quotes ``error``.
     """
     if isinstance(error, CheckpointError) or not isinstance(error, Exception):
         return error

@@ -2,16 +2,16 @@
 
 Every rank writes its own shards, and any plan of the model can read them. The other modules of this folder do the work:
 ``shards.py`` computes which boxes of the tensors a rank holds and writes, ``dcp_files.py`` reads and writes the files,
-``save.py`` saves at once or while training continues, ``atomic_folder.py`` makes a folder complete or absent, and
-``memory_copies.py`` keeps copies in the memory of the nodes.
+``save.py`` saves at once or while training continues, ``atomic_folder.py`` makes a folder either complete or absent,
+and ``memory_copies.py`` keeps copies in the memory of the nodes.
 
 The file ``latest`` has the name of the last complete checkpoint. It is written after that checkpoint is complete, and
 before an older one is removed.
 
 :class:`Interrupts` handles signals that ask a run to stop, for example when the time limit of a batch job is reached, a
 machine is preempted, or a user presses Ctrl+C. A signal may reach only some ranks, at any moment of a step. After each
-step, and before each batch of an evaluation, all ranks exchange what they received, over Gloo and in host memory. They
-then stop after the same step or batch, and save the state together.
+step, and before each batch of an evaluation, all ranks exchange whether they received a signal, over Gloo and in host
+memory. They then stop after the same step or batch, and save the state together.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ from partitioner.runtime.checkpoint.training_state import Optimizers, Stateful
 from partitioner.runtime.errors import CheckpointError, DamagedCheckpointError
 from partitioner.runtime.files import parse_json, write_text
 
-_SAME_REQUEST_S = 2.0  # torchrun passes a signal on within its monitor interval of 0.1 s, later on a busy host
+_SAME_REQUEST_S = 2.0  # torchrun forwards a signal within its monitor interval of 0.1 s, or later on a busy host
 
 
 class Interrupts:
-    """Records whether this rank has received one of ``signals``, such as SIGTERM.
+    """Records whether this rank has received one of ``signals``, such as SIGTERM. ``rank``: number of this rank.
+    ``world_size``: number of ranks.
 
     Further signals within :data:`_SAME_REQUEST_S` seconds of the first one are ignored, because the same request may
-    arrive twice: Slurm, for example, signals both torchrun and its workers, and torchrun passes the signal on to the
-    workers. A later signal has its usual effect. ``rank``: number of this rank. ``world_size``: number of ranks. Raise
-    :class:`CheckpointError` if Python cannot install the handlers, for example outside of the main thread.
+    arrive twice: Slurm, for example, signals both torchrun and its workers, and torchrun forwards the signal to the
+    workers. A later signal has its usual effect. Raise :class:`CheckpointError` if Python cannot install the handlers,
+    for example outside of the main thread.
     """
 
     def __init__(self, rank: int, world_size: int, signals: Iterable[int]) -> None:
@@ -88,28 +89,29 @@ class Interrupts:
 
 
 class Checkpoints:
-    """The checkpoints of one training in ``folder``. All ranks create one and call the same methods.
+    """The checkpoints of one training in ``folder``. All ranks create one instance and call the same methods.
 
     Args:
         optimizer: the optimizer of the engine's parameters, or a list of several. An item is ``None`` if this rank has
             none of the parameters of that optimizer.
         every: number of optimizer steps between two saves by :meth:`after_step`; 0: only :meth:`save` saves.
         keep_last: number of latest checkpoints that are kept (at least 1); ``None``: all.
-        keep_every: checkpoints whose number of optimizer steps is a multiple of it are never removed.
-        behind: copy the state to host memory and write it while training continues; otherwise wait until it is written.
+        keep_every: checkpoints whose number of optimizer steps is a multiple of this number are never removed.
+        behind: if true, copy the state to host memory and write it while training continues; otherwise wait until it is
+            written.
         extra: further objects to save and restore, by name, such as data loaders and schedulers.
         copies_every: number of optimizer steps between two copies of the state into the memory of the nodes; 0: no
-            copies. Ranks that were restarted resume from them; see :class:`MemoryCopies`.
+            copies. Ranks that were restarted resume from these copies; see :class:`MemoryCopies`.
         copies_in: folder in each node's memory for the copies; by default ``/dev/shm``.
         signals: signals that ask to end training, such as ``(signal.SIGTERM,)``. When any rank has received one,
-            :attr:`interrupted` is true on all ranks after the same :meth:`after_step`, or in the same batch of an
+            :attr:`interrupted` becomes true on all ranks in the same :meth:`after_step`, or in the same batch of an
             evaluation (:meth:`Engine.run`) or call of :meth:`Engine.generate`: leave the loop then, and call
-            :meth:`close`. Between two optimizer steps, the state is saved before that batch runs, since an evaluation
-            may take longer than the time until the process is killed.
+            :meth:`close`. In an evaluation or generation between two optimizer steps, the state is saved before the
+            batch runs, since the process may be killed before the evaluation ends.
 
     If writing fails, the next save or :meth:`wait` raises the error; complete checkpoints are kept. A folder may be
-    used for one training at a time: a training that finds a checkpoint of another one where its own was the latest
-    raises :class:`CheckpointError`.
+    used for only one training at a time: if another training has written a checkpoint to the folder since the last one
+    of this training, saving raises :class:`CheckpointError`.
     """
 
     def __init__(
@@ -137,7 +139,7 @@ class Checkpoints:
                 raise CheckpointError(f"{name} must be at least {least}, got {value}")
         importlib.import_module(
             "partitioner.runtime.checkpoint.dcp_files"
-        )  # takes a second, and the first save is beside training
+        )  # takes a second, which would otherwise delay training during the first save
         self.folder = Path(folder)
         if self.folder.exists() and not self.folder.is_dir():
             raise CheckpointError(
@@ -158,17 +160,15 @@ class Checkpoints:
         self._interrupts = Interrupts(rank.rank, rank.program.world_size, signals) if signals else None
         self._published: tuple[str, str] | None = None  # name and token of the checkpoint that was published last
         self._last: int | None = None  # the step that was saved last, or restored from the disk
-        self._between_steps_at = engine.steps  # value of ``engine.steps`` behind the last step of the optimizer
+        self._between_steps_at = engine.steps  # value of ``engine.steps`` after the last step of the optimizer
         if self._interrupts is not None:
             engine.before_runs.append(self._before_run)
 
     def after_step(self) -> Saving | None:
-        """Count an optimizer step, copy and save the state if it is due, and update :attr:`interrupted`. All ranks call
-        this.
-
-        Call this after each step of the optimizer. With ``engine.step(batch, accumulate=True)``, call it after the
-        optimizer has stepped, not after each batch. Return the handle of the checkpoint that is being written, or
-        ``None`` if none was due. Raise :class:`CheckpointError` if a copy, or the previous save, failed.
+        """Count an optimizer step, copy and save the state if due, and update :attr:`interrupted`. All ranks call this
+        after each step of the optimizer; with ``engine.step(batch, accumulate=True)``, only after the optimizer has
+        stepped, not after each batch. Return the handle of the checkpoint that is being written, or ``None`` if none
+        was due. Raise :class:`CheckpointError` if a copy, or the previous save, failed.
         """
         self.engine.count_optimizer_step()
         steps = self.engine.optimizer_steps
@@ -181,10 +181,8 @@ class Checkpoints:
         return self.save() if self.every and steps % self.every == 0 else None
 
     def save(self) -> Saving:
-        """Start to save a checkpoint now, and return its handle. If the checkpoints are not written in the background,
-        it is complete on return.
-
-        Raise :class:`CheckpointError` if the previous save failed.
+        """Start to save a checkpoint now, and return its handle. If checkpoints are not written in the background, the
+        checkpoint is complete on return. Raise :class:`CheckpointError` if the previous save failed.
         """
         directory = self.folder / f"{STEP}{self.engine.steps:010}"
         saving = self.engine.save(
@@ -194,13 +192,12 @@ class Checkpoints:
         return saving
 
     def wait(self) -> None:
-        """Wait until the last checkpoint that was begun is complete. Raise :class:`CheckpointError` if it failed."""
+        """Wait until the last started checkpoint is complete. Raise :class:`CheckpointError` if the save failed."""
         self.engine.wait_for_save()
 
     def close(self) -> None:
-        """Save the last step unless it is saved already, wait for it, and remove the copies in memory.
-
-        Call this before the process ends. Raise :class:`CheckpointError` if the save failed.
+        """Save the last step unless it is already saved, wait for the save, and remove the copies in memory. Call this
+        before the process ends. Raise :class:`CheckpointError` if the save failed.
         """
         self.engine.settle_saves()
         if self._last != self.engine.steps:
@@ -215,10 +212,10 @@ class Checkpoints:
 
     def _before_run(self) -> None:
         """Update :attr:`interrupted` before a batch of an evaluation or a generation runs. If it has become true, save
-        the state, unless it is saved already, and wait until it is written. The engine calls this on all ranks.
+        the state, unless it is already saved, and wait until it is written. The engine calls this on all ranks.
 
-        Do nothing while the optimizer has not stepped since the last call of :meth:`Engine.step`: a checkpoint would
-        count a step whose update it does not have.
+        Do nothing if the optimizer has not stepped since the last call of :meth:`Engine.step`: a checkpoint would count
+        a step whose update it does not contain.
         """
         assert self._interrupts is not None
         if self.interrupted or self.engine.steps != self._between_steps_at:
@@ -234,8 +231,8 @@ class Checkpoints:
 
         Copies in memory are used if they are of this plan and no checkpoint is newer. The last checkpoint is the one
         that was written last: after a return to an earlier one by :meth:`Engine.load`, checkpoints of later steps stay
-        in the folder and are not used. If a checkpoint is damaged, a warning names it and the one before it is loaded.
-        Raise :class:`CheckpointError` if all are damaged, or if ranks see different ones.
+        in the folder and are not used. If a checkpoint is damaged, a warning names it, and the one before it is loaded.
+        Raise :class:`CheckpointError` if all are damaged, or if ranks see different checkpoints.
         """
         self.engine._saver.wait_until_idle()
         if self.copies is not None:
@@ -265,7 +262,7 @@ class Checkpoints:
         last call of this method.
         """
         found = _read_published(self.folder)
-        # a checkpoint of this step may be this run's own, which it has written again
+        # a checkpoint with the name of ``directory`` is this run's own, written again
         if found and self._published and found != self._published and found[0] != directory.name:
             raise CheckpointError(
                 f"another run writes to {self.folder}: it wrote {found[0]}, while this run wrote "
@@ -276,7 +273,7 @@ class Checkpoints:
         self._published = _read_published(self.folder)
         if self.keep_last is None:
             return
-        # what has more steps is of a run that was gone back in: it goes when its step is reached again
+        # checkpoints of later steps, from before a return to an earlier one, stay until their step is reached again
         here = [c for c in list_complete_checkpoints(self.folder) if c.folder.name <= directory.name]
         for checkpoint in here[: -self.keep_last]:
             kept = self.keep_every is not None and checkpoint.optimizer_steps % self.keep_every == 0

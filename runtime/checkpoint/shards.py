@@ -22,10 +22,9 @@ Range = tuple[int, int]  # start, length
 
 
 class ShardBox(NamedTuple):
-    """A rectangular part of a tensor that a rank holds.
-
-    ``offsets`` and ``sizes``: position and size in the whole tensor, per dim. ``local``: the position in the rank's
-    shard, per dim; for a part of a flattened tensor, one number: its position in elements.
+    """A rectangular part of a tensor that a rank holds. ``offsets`` and ``sizes``: position and size in the whole
+    tensor, per dim. ``local``: position in the rank's shard, per dim; for a part of a flattened tensor, a tuple of one
+    number, the position in elements.
     """
 
     offsets: tuple[int, ...]
@@ -38,20 +37,19 @@ class RankShard(NamedTuple):
 
     Args:
         shards: how the tensor is sharded, one entry for each mesh axis: the layout (which dim is cut), the number of
-            ranks, and which of them this rank is. The entries are applied one after the other, each to the result of
-            the one before.
+            ranks, and the index of this rank among them. Each entry is applied to the result of the one before.
         piece: first element and number of elements of the ZeRO piece; ``None``: the rank holds the whole shard.
-        first: whether the rank is the first of the ranks that divide the shard. This decides which rank writes if all
-            pieces are empty.
+        first: whether the rank is the first of the ranks that divide the shard. If all pieces are empty, the first rank
+            writes.
     """
 
     shards: tuple[Shard, ...]
-    piece: tuple[int, int] | None = None  # the first element and how many; ``None``: all
+    piece: tuple[int, int] | None = None  # first element and number of elements; ``None``: all
     first: bool = True
 
 
 def find_rank_shard(program: Program, state: str, rank: int) -> RankShard:
-    """Return which part of the parameter or buffer named ``state`` of ``program`` the global rank ``rank`` holds."""
+    """Return the part of the parameter or buffer named ``state`` of ``program`` that the global rank ``rank`` holds."""
     shards = list_shards(program, state, rank)
     if not program.states[state].zero_axes:
         return RankShard(shards)
@@ -62,10 +60,9 @@ def find_rank_shard(program: Program, state: str, rank: int) -> RankShard:
 
 @dataclass(frozen=True)
 class ShardPiece:
-    """A rectangular part of a tensor in a checkpoint, with its data.
-
-    ``key``: the tensor's name in the checkpoint. ``shape``: its global shape. ``offsets``: position of the part.
-    ``tensor``: a view of the rank's data with the shape of the part.
+    """A rectangular part of a tensor in a checkpoint, with its data. ``key``: the tensor's name in the checkpoint.
+    ``shape``: the tensor's global shape. ``offsets``: position of the part. ``tensor``: a view of the rank's data with
+    the shape of the part.
     """
 
     key: str
@@ -78,10 +75,9 @@ def compute_shard_boxes(
     shape: Sequence[int], shards: Sequence[Shard], limits: ShardBox | None = None
 ) -> list[ShardBox]:
     """Return the rectangular parts of a tensor of global ``shape`` that make up a rank's shard, in the shard's order.
-
     ``shards``: how the tensor is sharded, one entry for each mesh axis: the layout (which dim is cut), the number of
-    ranks, and which of them this rank is. The entries are applied one after the other. ``limits``: return only the
-    parts inside this box of the shard; ``None``: all.
+    ranks, and the index of this rank among them. The entries are applied one after the other. ``limits``: return only
+    the parts inside this box of the shard; ``None``: all parts.
     """
     ranges: list[list[Range]] = [[(0, size)] for size in shape]
     for layout, num_ranks, index in shards:
@@ -112,8 +108,8 @@ def _map_local_range(ranges: Sequence[Range], piece: Range) -> Iterator[Range]:
 
 
 def _merge_ranges(ranges: Iterable[Range]) -> list[Range]:
-    """Return ``ranges``, pairs (start, length), with adjacent ones joined: a range that begins where the range before
-    it ends becomes part of that range.
+    """Return ``ranges``, pairs (start, length), with adjacent ranges joined: a range that begins where the previous
+    range ends becomes part of the previous range.
     """
     merged: list[Range] = []
     for start, length in ranges:
@@ -125,9 +121,7 @@ def _merge_ranges(ranges: Iterable[Range]) -> list[Range]:
 
 
 def _compute_starts(ranges: Sequence[Range]) -> list[int]:
-    """Return, for each of the ranges ``ranges``, pairs (start, length), the position at which it begins in their
-    concatenation.
-    """
+    """Return, for each of ``ranges``, pairs (start, length), the position at which it begins in their concatenation."""
     starts, at = [], 0
     for _, length in ranges:
         starts.append(at)
@@ -136,11 +130,9 @@ def _compute_starts(ranges: Sequence[Range]) -> list[int]:
 
 
 def split_range_into_boxes(shape: Sequence[int], start: int, size: int) -> Iterator[ShardBox]:
-    """Yield rectangular boxes that together are the elements ``[start, start + size)`` of a row-major tensor of
-    ``shape``, in order.
-
-    ``start`` and ``size`` count elements of the flattened tensor. ``local`` of each box has one number: the offset of
-    the box's first element from ``start``.
+    """Yield, in order, rectangular boxes that together are the elements ``[start, start + size)`` of a row-major tensor
+    of ``shape``. ``start`` and ``size`` count elements of the flattened tensor. ``local`` of each box is a tuple of one
+    number: the offset of the box's first element from ``start``.
     """
     if not shape:
         if size:
@@ -160,10 +152,10 @@ def split_range_into_boxes(shape: Sequence[int], start: int, size: int) -> Itera
 
 
 def _view_boxes(state: StateData, rank_shard: RankShard, tensor: Tensor) -> Iterator[tuple[ShardBox, Tensor]]:
-    """Yield the rectangular parts that a rank holds of the parameter or buffer ``state``, each with a view of its data.
-
-    ``tensor``: the rank's shard or, under ZeRO, its piece of the flattened shard. ``rank_shard``: which part the rank
-    holds."""
+    """Yield the rectangular parts of the parameter or buffer ``state`` that a rank holds, each with a view of its data.
+    ``tensor``: the rank's shard or, under ZeRO, its piece of the flattened shard. ``rank_shard``: describes the part
+    that the rank holds.
+    """
     if rank_shard.piece is None or not tensor.dim():
         yield from ((box, _slice_box(tensor, box)) for box in compute_shard_boxes(state.shape, rank_shard.shards))
         return
@@ -185,7 +177,7 @@ def _view_boxes(state: StateData, rank_shard: RankShard, tensor: Tensor) -> Iter
 
 def _slice_box(tensor: Tensor, box: ShardBox) -> Tensor:
     """Return the view of ``tensor``, a rank's shard, that has the elements of ``box``; a 0-dimensional tensor is
-    returned itself.
+    returned unchanged.
     """
     if tensor.dim():
         for dim, (at, size) in enumerate(zip(box.local, box.sizes, strict=True)):
@@ -199,9 +191,9 @@ def list_shard_pieces(
     """Return a rank's part of a parameter or buffer, or of an optimizer state for it, as named rectangular parts for a
     checkpoint.
 
-    The keys are ``prefix``, the model's ``name`` of the parameter, and ``suffix``. ``state``: the description of the
-    parameter. If it is a stack of several parameters of the model, each of the stacked parameters gets keys and parts
-    of its own. ``rank_shard``: which part of the parameter the rank holds. ``tensor``: the rank's data. A number (a
+    The keys consist of ``prefix``, the model's ``name`` of the parameter, and ``suffix``. ``state``: the description of
+    the parameter. If it is a stack of several parameters of the model, each of these gets its own keys and parts.
+    ``rank_shard``: describes the part of the parameter that the rank holds. ``tensor``: the rank's data. A number (a
     0-dimensional ``tensor`` for a parameter with dims) is written only by the rank that holds the first element.
     """
     found = []
@@ -221,29 +213,27 @@ def list_shard_pieces(
 
 
 def make_whole_piece(prefix: str, name: str, tensor: Tensor, suffix: str) -> ShardPiece:
-    """Return all of ``tensor`` as one named part for a checkpoint. Its key is ``prefix``, ``name`` and ``suffix``.
-
-    It is used for optimizer states whose shape differs from their parameter's.
+    """Return all of ``tensor`` as one named part for a checkpoint. Its key consists of ``prefix``, ``name`` and
+    ``suffix``. This is for optimizer states whose shape differs from their parameter's.
     """
     return ShardPiece(f"{prefix}{name}{suffix}", tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
 
 def make_scalar_piece(prefix: str, name: str, state: StateData, tensor: Tensor, suffix: str = "") -> ShardPiece:
-    """Return the part of a checkpoint from which a 0-dimensional optimizer state is read into ``tensor``.
-
-    The key is ``prefix``, the parameter's ``name`` and ``suffix``. ``state``: the description of the parameter. If it
+    """Return the part of a checkpoint from which a 0-dimensional optimizer state is read into ``tensor``. Its key
+    consists of ``prefix``, the parameter's ``name`` and ``suffix``. ``state``: the description of the parameter. If it
     is a stack of several parameters of the model, the optimizer state was saved for each of them, with the same value;
-    the state of the first one is read.
+    the state of the first is read.
     """
     return ShardPiece(f"{prefix}{(state.parts or (name,))[0]}{suffix}", (), (), tensor)
 
 
 def list_written_states(rank: RankProgram, states: Iterable[str]) -> set[str]:
-    """Return the names of those parameters and buffers in ``states`` whose part on this rank is written to a checkpoint
+    """Return the names of the parameters and buffers in ``states`` whose part on this rank is written to a checkpoint
     by this rank. ``rank``: the program of this rank.
 
     Every part is written once, by a rank of the first pipeline stage that reads the tensor. Ranks with equal parts
-    divide the tensors among themselves so that their sizes are balanced. All ranks compute the same division without
+    divide the tensors among themselves so that the bytes are balanced. All ranks compute the same division without
     communication.
     """
     alike: dict[tuple[Any, ...], list[str]] = {}
@@ -270,11 +260,10 @@ def list_written_states(rank: RankProgram, states: Iterable[str]) -> set[str]:
 
 
 def _assign_writers(names: Sequence[str], num_holders: int, rank: RankProgram) -> Mapping[str, int]:
-    """Return which of several ranks writes each of the parameters and buffers ``names`` to a checkpoint: name -> index
-    of the rank among the ``num_holders`` ranks that have equal parts.
-
-    The assignment is greedy: the largest tensor first, each to the rank with the least elements so far. ``rank``: the
-    program of this rank, which has the shapes of the tensors.
+    """Return which of several ranks writes each of the parameters and buffers ``names`` to a checkpoint, as a dict:
+    name -> index of the rank among the ``num_holders`` ranks that have equal parts. The assignment is greedy: the
+    largest tensor first, each to the rank with the fewest elements so far. ``rank``: the program of this rank, which
+    has the shapes of the tensors.
     """
     sizes = {name: math.prod(rank.program.states[name].shape) for name in names}
     loads = [0] * num_holders

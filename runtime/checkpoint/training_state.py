@@ -1,6 +1,6 @@
 """Save and restore state other than the weights: optimizer state, random state, and residuals of compressed gradients.
 
-``pack_plain_data`` and ``unpack_plain_data`` convert plain data to bytes and back; reading the bytes runs no code.
+``pack_plain_data`` and ``unpack_plain_data`` convert plain data to bytes and back; reading the bytes does not run code.
 
 Residuals are the rounding errors of compressed gradients, which a rank adds to its gradients in the next step. They
 belong to messages between two ranks and not to a tensor, so they are restored only for a program that reduces gradients
@@ -46,9 +46,8 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer | None] | No
 
 
 def list_optimizers(optimizers: Optimizers) -> tuple[torch.optim.Optimizer | None, ...]:
-    """Return the optimizers in ``optimizers`` (one, a list, or ``None``) as a tuple, which is empty for ``None``.
-
-    Raise :class:`CheckpointError` for other objects.
+    """Return the optimizers in ``optimizers`` (one, a list, or ``None``) as a tuple, which is empty for ``None``. Raise
+    :class:`CheckpointError` for other objects.
     """
     if optimizers is None:
         return ()
@@ -78,7 +77,8 @@ class OptimizerState:
 
     ``optimizers``: one optimizer or a list; an item is ``None`` if this rank has none of the parameters of that
     optimizer. ``parameters``: name -> parameter. Raise :class:`CheckpointError` if an optimizer has a parameter that is
-    not in ``parameters``, if two have the same parameter, or if there are several and a trained parameter is in none.
+    not in ``parameters``, if two optimizers have the same parameter, or if there are several optimizers and a trained
+    parameter is in none of them.
     """
 
     def __init__(self, optimizers: Optimizers, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -88,7 +88,7 @@ class OptimizerState:
         owners: dict[int, int] = {}
         for number, optimizer in enumerate(self.optimizers):
             held = _list_parameters(optimizer)
-            # one of no elements is what an engine gives where a rank has nothing to train
+            # an engine yields a parameter without elements on a rank without trainable parameters
             other = [p for p in held if id(p) not in own and p.numel()]
             if other:
                 raise CheckpointError(
@@ -115,13 +115,12 @@ class OptimizerState:
             )
 
     def updates_parameter(self, name: str) -> bool:
-        """Return whether one of the optimizers updates the parameter ``name`` in its step."""
+        """Return whether one of the optimizers updates the parameter called ``name`` in its step."""
         return id(self.parameters.get(name)) in self._owners
 
     def owner(self, name: str) -> torch.optim.Optimizer | None:
-        """Return the optimizer that holds the state of the parameter ``name``; ``None`` if none does.
-
-        If there is only one optimizer, it is returned for every parameter, even one that it does not update.
+        """Return the optimizer that holds the state of the parameter called ``name``; ``None`` if none does. If there
+        is only one optimizer, it is returned for every parameter, even one that it does not update.
         """
         if len(self.optimizers) == 1:
             return self.optimizers[0]
@@ -129,19 +128,19 @@ class OptimizerState:
         return None if number is None else self.optimizers[number]
 
     def get_tensors(self, name: str) -> dict[str, Tensor]:
-        """Return the tensors that the optimizer holds for the parameter ``name``, as key -> tensor, such as
-        ``exp_avg``.
+        """Return the optimizer's state tensors for the parameter called ``name``, as a dict: key (such as ``exp_avg``)
+        -> tensor.
         """
         optimizer = self.owner(name)
         held = {} if optimizer is None else optimizer.state.get(self.parameters[name], {})
         return {k: v if isinstance(v, Tensor) else torch.tensor(v) for k, v in held.items() if v is not None}
 
     def pieces(self, rank: RankProgram, name: str) -> list[ShardPiece]:
-        """Return this rank's part of the optimizer state for the parameter ``name``, as named rectangular parts for a
-        checkpoint. ``rank``: the program of this rank.
+        """Return this rank's part of the optimizer state for the parameter called ``name``, as named rectangular parts
+        for a checkpoint. ``rank``: the program of this rank.
 
-        A state may be a number, or have the parameter's shape and be sharded like it. Raise :class:`CheckpointError`
-        for a state of another shape, such as the row and column factors of Adafactor, unless this rank holds the whole
+        A state may be a number, or have the parameter's shape and be sharded like it. For a state of another shape,
+        such as the row and column factors of Adafactor, raise :class:`CheckpointError` unless this rank holds the whole
         parameter.
         """
         data, held = rank.program.states[name], find_rank_shard(rank.program, name, rank.rank)
@@ -158,9 +157,8 @@ class OptimizerState:
         self, name: str, key: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
     ) -> Tensor:
         """Return an uninitialised tensor of ``shape`` and ``dtype`` for the optimizer state ``key``, such as
-        ``exp_avg``, of the parameter ``name``.
-
-        It is on disk if the optimizer keeps its states there, and otherwise on ``device``.
+        ``exp_avg``, of the parameter called ``name``. If the optimizer keeps its states on disk and the tensor has
+        dims, it is on disk; otherwise on ``device``.
         """
         keeper = find_disk_states(self.owner(name))
         if keeper is not None and len(shape):
@@ -168,16 +166,15 @@ class OptimizerState:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def has_other_shape(self, name: str, tensor: Tensor) -> bool:
-        """Return whether ``tensor``, an optimizer state of the parameter ``name``, has dims and another shape than this
-        rank's part of the parameter, so that it cannot be sharded in the same way.
+        """Return whether ``tensor``, an optimizer state of the parameter called ``name``, has dims and another shape
+        than this rank's part of the parameter, so that it cannot be sharded like the parameter.
         """
         return bool(tensor.dim()) and tensor.shape != self.parameters[name].shape
 
     def replace(self, name: str, state: Mapping[str, Tensor]) -> None:
-        """Replace the optimizer state of the parameter ``name`` by ``state``, a dict: key -> tensor. An empty ``state``
-        removes it.
-
-        Numbers stay on the CPU unless the optimizer is fused or capturable.
+        """Replace the optimizer state of the parameter called ``name`` by ``state``, a dict: key -> tensor. If
+        ``state`` is empty, the optimizer state is removed. 0-dimensional tensors stay on the CPU unless the optimizer
+        is fused or capturable.
         """
         parameter, optimizer = self.parameters[name], self.owner(name)
         if optimizer is None:
@@ -192,11 +189,9 @@ class OptimizerState:
 
 
 def check_whole(rank: RankProgram, name: str, key: str, tensor: Tensor) -> None:
-    """Raise :class:`CheckpointError` if this rank does not hold the whole parameter ``name``. ``rank``: the program of
-    this rank.
-
-    ``tensor``: the parameter's optimizer state ``key``, whose shape differs from the parameter's, so that it cannot be
-    resharded.
+    """Raise :class:`CheckpointError` if this rank does not hold the whole parameter called ``name``, because the
+    optimizer state ``tensor`` with the key ``key`` has another shape than the parameter and thus cannot be resharded.
+    ``rank``: the program of this rank.
     """
     data = rank.program.states[name]
     if data.parts or data.zero_axes or any(shard.layout.is_shard for shard in rank.shards(name)):
@@ -209,9 +204,7 @@ def check_whole(rank: RankProgram, name: str, key: str, tensor: Tensor) -> None:
 
 def collect_random_state(device: torch.device) -> dict[str, Any]:
     """Return the states of the random generators of Python, NumPy (if imported), torch on the CPU, and the CUDA
-    ``device``.
-
-    The keys are ``python``, ``numpy``, ``torch`` and ``cuda``, as far as they exist.
+    ``device``, as a dict with the keys ``python``, ``numpy``, ``torch`` and ``cuda``, as far as they exist.
     """
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if "numpy" in sys.modules:
@@ -223,11 +216,9 @@ def collect_random_state(device: torch.device) -> dict[str, Any]:
 
 
 def find_wrong_state(training: Any) -> str:
-    """Return why ``training``, the saved data of a training run other than tensors, cannot be restored, as text; an
-    empty string if it can.
-
-    It must be a dict with the keys ``steps``, ``seed``, ``scale`` and ``extra``, and with states of random generators
-    under ``random``.
+    """Return why ``training``, the saved data of a training run other than tensors, cannot be restored, as text; empty
+    if it can. It must be a dict with the keys ``steps``, ``seed``, ``scale``, ``extra``, and ``random`` (states of
+    random generators).
     """
     if not isinstance(training, dict):
         return f"expected a dict, got {type(training).__name__}"
@@ -256,10 +247,8 @@ def find_wrong_state(training: Any) -> str:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Set the random generators of Python, NumPy, torch on the CPU and the CUDA ``device`` to ``state``.
-
-    ``state``: a dict of generator states with the keys ``python`` and ``torch``, and perhaps ``numpy`` and ``cuda``,
-    whose generators are left alone otherwise.
+    """Set the random generators of Python, NumPy, torch on the CPU and the CUDA ``device`` to ``state``, a dict with
+    the keys ``python`` and ``torch``, and perhaps ``numpy`` and ``cuda``. Generators without a key are not changed.
     """
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -275,9 +264,8 @@ _PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), Tensor, torch
 
 
 def pack_plain_data(content: Mapping[str, Any], names: str) -> bytes:
-    """Return the dict ``content`` serialised to bytes. ``names`` describes it in error messages.
-
-    Raise :class:`CheckpointError` for values other than numbers, strings, tensors, lists, tuples and dicts.
+    """Return the dict ``content`` serialised to bytes. ``names`` describes it in error messages. Raise
+    :class:`CheckpointError` for values other than numbers, strings, tensors, lists, tuples and dicts.
     """
     file = io.BytesIO()
     try:
@@ -295,18 +283,14 @@ def pack_plain_data(content: Mapping[str, Any], names: str) -> bytes:
 
 def unpack_plain_data(content: bytes) -> dict[str, Any]:
     """Return the dict in the bytes ``content``, which :func:`pack_plain_data` wrote, with tensors on the CPU. No code
-    is run.
-
-    Raise what ``torch.load`` raises if the bytes are damaged.
+    from ``content`` is run. If the bytes are damaged, raise the exception of ``torch.load``.
     """
     return torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")  # type: ignore[no-any-return]
 
 
 def is_equal_data(one: Any, other: Any) -> bool:
     """Return whether ``one`` and ``other``, two pieces of plain data (numbers, strings, tensors, lists, tuples, dicts),
-    are equal.
-
-    Tensors must have the same dtype and elements. Two NaN count as equal.
+    are equal. Tensors must have the same dtype and elements. Two NaN numbers count as equal.
     """
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         both = isinstance(one, Tensor) and isinstance(other, Tensor)
@@ -315,14 +299,12 @@ def is_equal_data(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(is_equal_data(one[k], other[k]) for k in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(is_equal_data, one, other))
-    return bool(one == other) or (one != one and other != other)  # NaN is as NaN
+    return bool(one == other) or (one != one and other != other)  # NaN equals NaN
 
 
 def _find_unsupported_value(value: Any, path: str = "") -> str:
-    """Return path and type, as text, of the first part of ``value`` that is not plain data; an empty string if there is
-    none.
-
-    ``path``: where ``value`` is in the whole data, as keys joined by dots.
+    """Return path and type, as text, of the first part of ``value`` that is not plain data; empty if there is none.
+    ``path``: path of ``value`` in the whole data, as keys joined by dots.
     """
     if isinstance(value, Mapping):
         parts = value.items()
@@ -339,9 +321,8 @@ RESIDUAL = "residual."
 
 def hash_reduction(program: Program) -> str:
     """Return a hash of the properties of ``program`` that determine how it reduces gradients: its mesh, ZeRO, layouts,
-    and the sets of parameters that are reduced together; an empty string if it compresses no gradients.
-
-    Stored rounding errors of compressed gradients can be restored under another plan only if the hashes are equal.
+    and buckets; an empty string if the program does not compress gradients. Stored rounding errors of compressed
+    gradients can be restored under another plan only if the hashes are equal.
     """
     if not any(bucket.compression for stage in program.stages for bucket in stage.buckets):
         return ""
@@ -353,9 +334,8 @@ def hash_reduction(program: Program) -> str:
 
 def list_residual_pieces(rank: RankProgram, residuals: Mapping[str, Tensor]) -> list[ShardPiece]:
     """Return this rank's rounding errors of compressed gradients as named parts for a checkpoint. ``rank``: the program
-    of this rank.
-
-    ``residuals``: name of the compressed transfer (a collective of the program) -> flat tensor of its rounding errors.
+    of this rank. ``residuals``: name of the compressed transfer (a collective of the program) -> flat tensor of its
+    rounding errors.
     """
     return [
         ShardPiece(f"{RESIDUAL}{rank.rank}.{place}", tuple(tensor.shape), (0,), tensor)
@@ -367,10 +347,9 @@ def load_residuals(
     folder: Path, rank: RankProgram, residuals: Mapping[str, Tensor], training: Mapping[str, Any]
 ) -> None:
     """Fill ``residuals``, this rank's rounding errors of compressed gradients, from the checkpoint ``folder``. Set them
-    to zero if the checkpoint's plan reduced gradients differently.
-
-    ``rank``: the program of this rank. ``residuals``: name of the compressed transfer -> flat tensor. ``training``: the
-    checkpoint's data other than tensors, which under ``residuals`` has a hash of how its plan reduced gradients.
+    to zero if the checkpoint's plan reduced gradients differently. ``rank``: the program of this rank. ``residuals``:
+    name of the compressed transfer -> flat tensor. ``training``: the checkpoint's data other than tensors; its entry
+    ``residuals`` is a hash of how the plan reduced gradients.
     """
     if not residuals:
         return

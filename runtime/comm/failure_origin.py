@@ -1,6 +1,5 @@
-"""Decide whether an error is the origin of a failure or a consequence of another rank's failure.
-
-The decision uses the type and message of the error and its traceback.
+"""Decide whether an error is the origin of a failure or a consequence of another rank's failure, from the type, the
+message and the traceback of the error.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from partitioner import passes, runtime
 from partitioner.runtime.errors import CheckpointError, CommunicationError, InstructionError
 
-# What a rank meets when another one has gone: a consequence, not a cause.
+# Messages of errors on a rank that has lost the connection to another rank: a consequence, not a cause.
 _LOST_CONNECTION = re.compile(r"connection (was )?(closed|reset|refused)|timed? ?out|broken pipe|abort", re.IGNORECASE)
 _LIBRARY = re.compile(r"gloo|nccl|ProcessGroup|c10d|TCPStore", re.IGNORECASE)
 _COMMUNICATING = tuple(folder for package in (runtime, passes, dist) for folder in package.__path__)
@@ -38,8 +37,8 @@ def is_secondary(error: BaseException) -> bool:
 
 
 def is_rank_error(error: BaseException) -> bool:
-    """Return whether ``error`` is already an error about ranks: that an instruction failed on some rank, or that this
-    rank has lost another one.
+    """Return whether ``error`` is already an error about ranks: an instruction failed on some rank, or this rank has
+    lost the connection to another one.
     """
     return isinstance(error, InstructionError | CommunicationError) or is_secondary(error)
 
@@ -53,10 +52,8 @@ def _is_communication_error(error: RuntimeError) -> bool:
 
 
 def find_user_line(error: BaseException) -> str:
-    """Return the innermost line of the traceback of ``error``, as ``file:line``, that is in the user's script; empty if
-    there is none.
-
-    Lines of this package, of installed libraries and of the standard library are skipped.
+    """Return the innermost line of the traceback of ``error`` that is in the user's script, as ``file:line``; empty if
+    there is none. Lines of this package, of installed libraries and of the standard library are skipped.
     """
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f"{f.filename}:{f.lineno}" for f in frames if is_user_file(f.filename)]
@@ -64,8 +61,8 @@ def find_user_line(error: BaseException) -> str:
 
 
 def is_user_file(filename: str) -> bool:
-    """Return whether ``filename``, the file of a stack frame, is a script of the user: no file of this package, of an
-    installed library or of the standard library.
+    """Return whether ``filename``, the file of a stack frame, is a script of the user: not a file of this package, of
+    an installed library or of the standard library.
     """
     others = (*runtime.__path__, sysconfig.get_path("stdlib"), "<")
     return "site-packages" not in filename and not filename.startswith(others)

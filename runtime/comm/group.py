@@ -24,10 +24,8 @@ class TransferHandle(Protocol):
 
 
 class Pending(Protocol):
-    """A collective in progress.
-
-    ``wait`` blocks until it ends and returns its result. ``release`` frees the result's memory, when nothing reads it
-    any more.
+    """A collective in progress. ``wait`` blocks until it ends and returns its result. ``release`` frees the result's
+    memory; call it when the result is no longer read.
     """
 
     def wait(self) -> Tensor: ...
@@ -42,10 +40,8 @@ class RankGroup(Protocol):
     index: int
 
     def all_reduce(self, x: Tensor, maximum: bool = False) -> Pending:
-        """Start to compute the element-wise sum of ``x`` over the ranks of the group or, with ``maximum``, the maximum.
-        Return the collective in progress. Its result overwrites ``x``.
-
-        ``x`` must be contiguous.
+        """Start to reduce ``x`` element-wise over the ranks of the group: to the sum or, if ``maximum`` is true, to the
+        maximum. Return the collective in progress. Its result overwrites ``x``, which must be contiguous.
         """
 
     def all_gather(self, x: Tensor, dim: int) -> Pending:
@@ -54,44 +50,40 @@ class RankGroup(Protocol):
         """
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
-        """Start to sum ``x`` over the ranks of the group, and return the collective in progress. Its result is one of
-        the equal parts of the sum along ``dim``: the part with this rank's position in the group.
+        """Start to sum ``x`` over the ranks of the group, and return the collective in progress. Its result is this
+        rank's part of the sum: part ``index`` of ``size`` equal parts along ``dim``.
         """
 
     def broadcast(self, x: Tensor, first: int) -> Pending:
         """Start to send ``x[i]`` from the rank at position ``first + i`` of the group to all others, for each ``i``,
-        and return the collective in progress. Its result is ``x``, overwritten with what other ranks have sent.
-
-        ``x`` must be contiguous.
+        and return the collective in progress. Its result is ``x``, overwritten with the received tensors. ``x`` must be
+        contiguous.
         """
 
     def reduce(self, x: Tensor, first: int) -> Pending:
         """Start to compute the element-wise sum of ``x[i]`` over the ranks of the group for the rank at position
-        ``first + i``, for each ``i``, and return the collective in progress. Its result is the sum for this rank, or
-        undefined if there is none. ``x`` may be overwritten.
-
-        ``x`` must be contiguous, and must not be changed before the collective ends.
+        ``first + i``, for each ``i``, and return the collective in progress. Its result is the sum for this rank;
+        undefined if there is no sum for this rank. ``x`` may be overwritten. It must be contiguous, and must not be
+        changed before the collective ends.
         """
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Pending:
         """Start to send the ``i``-th equal part of ``x`` along ``split_dim`` to the ``i``-th rank of the group, and
-        return the collective in progress.
-
-        Its result has the received parts, concatenated along ``concat_dim`` in rank order.
+        return the collective in progress. Its result has the received parts, concatenated along ``concat_dim`` in rank
+        order.
         """
 
     def exchange_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
-        """Start to send rows of ``x`` to the ranks of the group: the first ``sends[0]`` to the first rank, the next
-        ``sends[1]`` to the second, and so on. Return the collective in progress. Its result has ``receives[i]`` rows of
-        the ``i``-th rank, in rank order. Any of these numbers may be 0.
+        """Start to send rows of ``x`` to the ranks of the group: the first ``sends[0]`` rows to the first rank, the
+        next ``sends[1]`` to the second, and so on. Return the collective in progress. Its result has the received rows,
+        ``receives[i]`` from the ``i``-th rank, in rank order. Any of these numbers may be 0.
         """
 
 
 class Communicator(Protocol):
-    """The interface with which one rank communicates with all others.
-
-    ``rank``: number of this rank. ``home``: number of the rank that process 0 runs; it collects whole tensors and
-    prints messages. ``device``: where the tensors of this rank are.
+    """Interface with which one rank communicates with all others. ``rank``: number of this rank. ``home``: number of
+    the rank that process 0 runs; it collects whole tensors and prints messages. ``device``: device of this rank's
+    tensors.
     """
 
     rank: int
@@ -104,18 +96,15 @@ class Communicator(Protocol):
         links: Sequence[PipelineEdge],
         gathering: Sequence[tuple[int, ...]] = (),
     ) -> None:
-        """Open the process groups and pipeline links of a program. All ranks call this, each with those that it belongs
-        to.
-
-        ``groups``: tuples of ranks. ``links``: connections from one rank to another rank of another pipeline stage,
-        each for values, gradients or the loss. ``gathering``: groups that get a second channel, for all-gathers of
-        parameters.
+        """Create the process groups and pipeline links of a program. All ranks call this, each with the groups and
+        links to which it belongs. ``groups``: tuples of ranks. ``links``: connections from one rank to another rank of
+        another pipeline stage, each for values, gradients or the loss. ``gathering``: groups that get a second channel,
+        for all-gathers of parameters.
         """
 
     def group(self, ranks: tuple[int, ...], gathering: bool = False) -> RankGroup:
-        """Return the process group of the ranks ``ranks``, which :meth:`prepare` has opened.
-
-        With ``gathering``, return its second channel, whose operations do not wait for those of the first.
+        """Return the process group of the ranks ``ranks``, which :meth:`prepare` has created. If ``gathering`` is true,
+        return its second channel, whose operations do not wait for those of the first.
         """
 
     def send(self, x: Tensor, peer: int, channel: str) -> TransferHandle: ...
@@ -126,7 +115,7 @@ class Communicator(Protocol):
 
 
 def get_world_group(communicator: Communicator, world_size: int) -> RankGroup:
-    """Return the process group of all ranks, and open it if necessary. All ranks must call this. ``world_size``: number
+    """Return the process group of all ranks; create it if necessary. All ranks must call this. ``world_size``: number
     of ranks. ``communicator``: connects this rank with the others.
     """
     ranks = tuple(range(world_size))
@@ -135,7 +124,7 @@ def get_world_group(communicator: Communicator, world_size: int) -> RankGroup:
 
 
 class ImmediateResult:
-    """A collective that has ended already, in a process group of one rank; ``wait`` returns ``result``."""
+    """A collective that has already ended, in a process group of one rank; ``wait`` returns ``result``."""
 
     __slots__ = ("result",)
 
@@ -146,7 +135,7 @@ class ImmediateResult:
         return self.result
 
     def release(self) -> None:
-        pass  # it is the caller's own
+        pass  # the caller owns the result
 
 
 class SoloGroup:

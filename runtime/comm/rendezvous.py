@@ -22,18 +22,18 @@ from partitioner.runtime.errors import Failure, InstructionError
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun reads why a worker has ended
-SEPARATE_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # of torchrun: one for each attempt
+SEPARATE_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # makes torchrun use a new store for each restart
 
-_PATIENCE_S = 3.0  # for torchrun to learn of the rank that was first, and to end the others
+_PATIENCE_S = 3.0  # time for torchrun to notice the first failed rank and to end the others
 
 
 def init_process_group(backend: str | None = None, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
     """Initialise ``torch.distributed`` in a worker of torchrun, also if the worker has been restarted.
 
     When torchrun restarts the ranks, it keeps its store, in which new ranks would find the addresses of ranks that have
-    ended (pytorch/pytorch#135712, torch 2.13). Here the keys of each restart get a prefix of their own, if all ranks
-    are on one host. Hosts count restarts separately: with several hosts set ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``
-    for torchrun, which ``python -m partitioner.runtime.launch.torchrun`` does.
+    ended (pytorch/pytorch#135712, torch 2.13). If all ranks are on one host, this function gives the keys of each
+    restart their own prefix. Hosts count restarts separately: with several hosts set
+    ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` for torchrun, which ``python -m partitioner.runtime.launch.torchrun`` does.
 
     After this call, any exception that ends the script is also reported to torchrun, which prints it at the end of its
     log. ``backend``: name of a torch backend, such as ``nccl``; ``None``: torch's default. ``timeout``: how long
@@ -52,10 +52,8 @@ def init_process_group(backend: str | None = None, timeout: timedelta = DEFAULT_
 
 
 def get_default_timeout(device: torch.device) -> timedelta:
-    """Return how long a rank waits for others in torch's default process group.
-
-    That is the timeout of the group's backend for ``device`` or, if there is none (the CPU under NCCL), of another
-    backend.
+    """Return how long a rank waits for others in torch's default process group: the timeout of the group's backend for
+    ``device`` or, if there is none (the CPU under NCCL), of another backend.
     """
     group: Any = c10d._get_default_group()
     kinds = [torch.device(kind) for kind in group._device_types]
@@ -67,10 +65,8 @@ def get_default_timeout(device: torch.device) -> timedelta:
 
 
 def _install_torchrun_hook() -> None:
-    """Install a hook that reports the exception which ends this script to torchrun.
-
-    If another rank's failure caused the exception, it is reported some seconds later, so that torchrun records that
-    failure as the first.
+    """Install a hook that reports the exception that ends this script to torchrun. If another rank's failure caused the
+    exception, it is reported some seconds later, so that torchrun records that failure as the first.
     """
     if ERROR_FILE not in os.environ or getattr(sys.excepthook, "tells_torchrun", False):
         return
@@ -89,7 +85,7 @@ def _report_failure(error: Exception) -> None:
     """Report the exception ``error``, which ends this script, to torchrun. If another rank's failure caused it, wait
     some seconds first, so that torchrun records the other failure as the first.
     """
-    from partitioner.runtime.comm.failure_origin import find_user_line, is_secondary  # which import what imports this
+    from partitioner.runtime.comm.failure_origin import find_user_line, is_secondary  # avoids a circular import
 
     if isinstance(error, InstructionError):
         failure = error.failure
@@ -106,10 +102,9 @@ def _report_failure(error: Exception) -> None:
 
 
 def report_to_torchrun(error: InstructionError) -> None:
-    """Write ``error``, because of which this process ends, to the file from which torchrun reads it. Do nothing if
-    torchrun did not start the process.
-
-    The file is replaced atomically: torchrun may read it at any moment, and would fail if it were incomplete.
+    """Write ``error``, which ends this process, to the file from which torchrun reads errors. Do nothing if torchrun
+    did not start the process. The file is replaced atomically, because torchrun may read it at any moment and would
+    fail if it were incomplete.
     """
     path = os.environ.get(ERROR_FILE)
     if path is None:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 
 class _ThreadLog(threading.local):
-    """Where this thread records changes of storage sizes, so that a recorded step can repeat them. ``append``: stores a
-    function without arguments that repeats one change; ``None``: nothing is recorded.
+    """Records changes of storage sizes in this thread, so that a recorded step can repeat them. ``append``: function
+    that stores a function without arguments, which repeats one change; ``None``: changes are not recorded.
     """
 
     append: Callable[[Callable[[], object]], None] | None = None
@@ -26,15 +26,17 @@ _log = _ThreadLog()
 
 
 def record_storages(append: Callable[[Callable[[], object]], None] | None) -> None:
-    """Record, from now on, how this thread changes the sizes of storages (allocates or releases their memory), because
-    a step is recorded and will be replayed. ``append``: called for each change with a function without arguments that
-    repeats it. ``None`` ends the recording.
+    """Record, from now on, changes of the sizes of storages (allocated or released memory) in this thread, because a
+    step is recorded and will be replayed. ``append``: called for each change with a function without arguments that
+    repeats the change. ``None`` ends the recording.
     """
     _log.append = append
 
 
 def resize_storage(storage: torch.UntypedStorage, num_bytes: int) -> None:
-    """Allocate ``num_bytes`` bytes for ``storage``, with undefined contents, or release its memory (0)."""
+    """Allocate ``num_bytes`` bytes for ``storage``, with undefined contents; if ``num_bytes`` is 0, release
+    its memory.
+    """
     storage.resize_(num_bytes)
     if _log.append is not None:
         _log.append(partial(storage.resize_, num_bytes))
@@ -46,10 +48,9 @@ def share_memory(x: Tensor, other: Tensor) -> bool:
 
 
 def free_storage(x: Tensor) -> None:
-    """Free the memory of ``x`` now, even if other tensors refer to it; nothing may read it afterwards.
-
-    Memory that is shared with NumPy cannot be freed in this way; torch frees it with the last reference. While a step
-    is recorded, the memory stays, because a recorded operator writes to it again.
+    """Free the memory of ``x`` now, even if other tensors refer to it; nothing may read it afterwards. Memory that is
+    shared with NumPy cannot be freed in this way; torch frees it with the last reference. While a step is recorded, the
+    memory is kept, because a recorded operator writes to it again.
     """
     storage = x.untyped_storage()
     if storage.resizable() and _log.append is None:

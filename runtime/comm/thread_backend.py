@@ -1,7 +1,7 @@
 """Communication between ranks that are threads of one process, to run and check a program without further devices.
 
-The rank that enters a collective last computes it for all ranks, in the order of ranks, so that every run gives the
-same bits. If a rank fails, all ranks that wait are released immediately.
+The last rank that enters a collective computes it for all ranks, in the order of ranks, so that every run gives bitwise
+equal results. If a rank fails, all ranks that wait are released immediately.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from partitioner.runtime.program.membership import PipelineEdge
 
 
 class ThreadWorld:
-    """The data that the ranks share when all of them are threads of one process.
-
-    ``world_size``: number of ranks. ``device``: where their tensors are. ``timeout``: seconds that a rank waits for the
-    others.
+    """The data that ranks share when all of them are threads of one process. ``world_size``: number of ranks.
+    ``device``: device of their tensors. ``timeout``: seconds that a rank waits for the others.
     """
 
     def __init__(self, world_size: int, device: torch.device | str = "cpu", timeout: float = 300.0) -> None:
@@ -39,8 +37,8 @@ class ThreadWorld:
         return ThreadCommunicator(self, rank)
 
     def abort(self, reason: str) -> None:
-        """Let all communication operations that wait, now or later, raise an error with the text ``reason``. Later
-        reasons are ignored.
+        """Let all communication operations that wait, now or later, raise an error with the text ``reason``. If this is
+        called again, the first reason stays.
         """
         with self.lock:
             self.failure = self.failure or reason
@@ -57,7 +55,8 @@ class ThreadWorld:
         ``queue``: the collectives of the group, oldest first. ``member``: position of this rank in the group. ``size``:
         number of members. ``signature``: description of the operation, which must be equal on all members. ``entry``:
         this member's operand. Raise :class:`CommunicationError` if communication was aborted, or if the descriptions
-        differ."""
+        differ.
+        """
         with self.lock:
             if self.failure is not None:
                 raise CommunicationError(self.failure)
@@ -97,9 +96,8 @@ class _ThreadCollective:
         self.event.set()
 
     def wait(self, member: int) -> Any:
-        """Return the result for ``member`` (position in the group), once all members have come.
-
-        Raise :class:`CommunicationError` if communication was aborted, or if a member does not come in time.
+        """Return the result for ``member`` (position in the group), once all members have entered the collective. Raise
+        :class:`CommunicationError` if communication was aborted, or if a member does not enter in time.
         """
         came = self.event.wait(self.world.timeout)
         if self.results:
@@ -114,7 +112,7 @@ class _ThreadCollective:
 
 
 class _PendingThreadCollective:
-    """A collective among threads in progress, as one of its members sees it. ``member``: the member's position in the
+    """A collective among threads in progress, as seen by one of its members. ``member``: the member's position in the
     group.
     """
 
@@ -131,8 +129,8 @@ class _PendingThreadCollective:
 
 
 def _reduce_entries(entries: list[Tensor], maximum: bool) -> Tensor:
-    """Return the sum, or with ``maximum`` the maximum, of the tensors ``entries`` in this order, as a new contiguous
-    tensor.
+    """Return the sum or, if ``maximum`` is true, the maximum of the tensors ``entries`` in this order, as a new
+    contiguous tensor.
     """
     total = entries[0].clone(memory_format=torch.contiguous_format)
     for entry in entries[1:]:
@@ -144,12 +142,11 @@ def _reduce_entries(entries: list[Tensor], maximum: bool) -> Tensor:
 
 
 class ThreadGroup:
-    """A process group of ranks that are threads of one process. The rank that enters a collective last computes it for
-    all.
+    """A process group of ranks that are threads of one process. The last rank that enters a collective computes it for
+    all. Implements :class:`partitioner.runtime.comm.group.RankGroup`.
 
-    It implements :class:`partitioner.runtime.comm.group.RankGroup`. ``world``: the data that all ranks share.
-    ``ranks``: the members. ``rank``: this rank. ``gathering``: whether this is the second of two groups of the same
-    ranks, whose collectives do not wait for those of the first one.
+    ``world``: the data that all ranks share. ``ranks``: the members. ``rank``: this rank. ``gathering``: whether this
+    is the second of two groups of the same ranks, whose collectives do not wait for those of the first.
     """
 
     def __init__(self, world: ThreadWorld, ranks: tuple[int, ...], rank: int, gathering: bool = False) -> None:
@@ -167,9 +164,9 @@ class ThreadGroup:
 
     def _enter_meeting(self, signature: str, entry: Any, compute: Callable[[list[Any]], list[Any]]) -> Pending:
         """Enter a collective, and compute it if all other members have entered it. Return the collective.
-
         ``signature``: description, which must be equal on all members. ``entry``: this member's operand. ``compute``:
-        takes the operands of all members and returns the result for each."""
+        function that takes the operands of all members and returns the result for each member.
+        """
         collective, last = self.world.join(self.queue, self.index, self.size, signature, entry)
         if last:
             with torch.no_grad():
@@ -177,8 +174,9 @@ class ThreadGroup:
         return _PendingThreadCollective(collective, self.index)
 
     def all_reduce(self, x: Tensor, maximum: bool = False) -> Pending:
-        """Enter an all-reduce of ``x`` over the group, which computes the sum or, with ``maximum``, the maximum. Return
-        the collective in progress; its result overwrites ``x``."""
+        """Enter an all-reduce of ``x`` over the group: the sum or, if ``maximum`` is true, the maximum. Return the
+        collective in progress; its result overwrites ``x``.
+        """
 
         def compute(entries: list[Tensor]) -> list[Tensor]:
             total = _reduce_entries(entries, maximum)
@@ -248,7 +246,7 @@ class ThreadGroup:
 
     def exchange_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
         """Enter an exchange of rows: the first ``sends[0]`` rows of ``x`` go to member 0, and so on. Return the
-        collective in progress; its result has the received rows, ``receives[i]`` of member ``i``, in the order of
+        collective in progress; its result has the received rows, ``receives[i]`` from member ``i``, in the order of
         members.
         """
 
@@ -261,9 +259,8 @@ class ThreadGroup:
 
 
 class ThreadCommunicator:
-    """Process groups, sends and receives of one rank that is a thread of this process.
-
-    It implements :class:`partitioner.runtime.comm.group.Communicator`. ``world``: the data that all ranks share.
+    """Process groups, sends and receives of one rank that is a thread of this process. Implements
+    :class:`partitioner.runtime.comm.group.Communicator`. ``world``: the data that all ranks share.
     """
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
@@ -286,8 +283,8 @@ class ThreadCommunicator:
             self.group(ranks)
 
     def group(self, ranks: tuple[int, ...], gathering: bool = False) -> RankGroup:
-        """Return the process group of ``ranks``; with ``gathering``, a second one, whose operations do not wait for
-        those of the first.
+        """Return the process group of ``ranks``. If ``gathering`` is true, return the second group of these ranks,
+        whose operations do not wait for those of the first.
         """
         if len(ranks) == 1:
             return SoloGroup()
@@ -297,10 +294,8 @@ class ThreadCommunicator:
         return self._groups[key]
 
     def _enter_transfer(self, link: PipelineEdge, member: int, x: Tensor) -> TransferHandle:
-        """Enter the next transfer over ``link``, and copy the data if the other side has entered it. Return the
-        transfer.
-
-        ``member``: 0 for the sender, 1 for the receiver. ``x``: the tensor that is sent, or filled.
+        """Enter the next transfer over ``link``; if the other side has already entered it, copy the data. Return the
+        transfer. ``member``: 0 for the sender, 1 for the receiver. ``x``: the tensor that is sent, or filled.
         """
         with self.world.lock:
             queue = self.world.mail.setdefault(link, deque())

@@ -39,27 +39,26 @@ def sum_parts(parts: Tensor, dim: int) -> Tensor:
 
 
 def resolve_conjugation(x: Tensor) -> Tensor:
-    """Return a tensor equal to ``x`` whose memory contains these values: pending lazy conjugation and negation are
-    applied."""
+    """Return a tensor with the values of ``x`` in memory: pending lazy conjugation and negation of a complex tensor are
+    applied.
+    """
     return x.resolve_conj().resolve_neg() if x.is_complex() else x
 
 
 def view_as_real(x: Tensor) -> Tensor:
-    """Return a view of the complex tensor ``x`` as real numbers, with one more dim of size 2; a real tensor is returned
-    itself.
-
-    Communication backends do not support complex types.
+    """Return a view of the complex tensor ``x`` as real numbers, with one more dim of size 2, because communication
+    backends do not support complex dtypes. A real tensor is returned unchanged.
     """
     return torch.view_as_real(x) if x.is_complex() else x
 
 
 class Transfer:
-    """A transfer or collective of torch's process groups in progress, with the tensor that it fills.
-
-    ``group``: the process group. ``handles``: what to wait for. ``result``: the tensor that is filled, such as received
-    parts ``[ranks, ...]``; ``finish(result, dim)`` makes the final tensor of it, such as the parts joined along
-    ``dim``. ``operand``: the operand, kept until the transfer ends, because Gloo does not keep it alive. ``copied``:
-    whether ``operand`` is a copy that nothing else uses, so that its memory is freed when the transfer ends.
+    """A transfer or collective of torch's process groups in progress, with the tensor that it fills. ``group``: the
+    process group. ``handles``: the backend's handles to wait for. ``result``: the tensor that is filled, such as
+    received parts ``[ranks, ...]``. ``finish(result, dim)``: converts ``result`` to the final tensor, such as the parts
+    joined along ``dim``. ``operand``: the operand, kept until the transfer ends, because Gloo does not keep it alive.
+    ``copied``: whether ``operand`` is a copy that nothing else uses, so that its memory is freed when the transfer
+    ends.
     """
 
     __slots__ = ("copied", "dim", "finish", "group", "result", "sent", "works")
@@ -97,10 +96,9 @@ class Transfer:
 
 
 class TorchGroup:
-    """A process group of ranks on a backend object of ``torch.distributed``.
-
-    The backend's own methods are called, because the layers of ``torch.distributed`` above them cost more than a small
-    transfer. ``processes``: process numbers of the members, for error messages.
+    """A process group of ranks on a backend object of ``torch.distributed``. The backend's own methods are called,
+    because the layers of ``torch.distributed`` above them cost more than a small transfer. ``processes``: process
+    numbers of the members, for error messages.
     """
 
     def __init__(self, backend: Any, processes: tuple[int, ...] = ()) -> None:
@@ -132,7 +130,7 @@ class TorchGroup:
         self, start: Callable[..., TransferHandle], options: type, x: Tensor, first: int
     ) -> list[TransferHandle]:
         """Start a collective of ``x[i]`` whose root is the rank ``first + i`` of the group, for each ``i``, and return
-        the handles to wait for. ``start``: the backend's method. ``options``: the type of its options.
+        the handles to wait for. ``start``: the backend's method. ``options``: class of the method's options.
         """
         handles = []
         for place, row in enumerate(view_as_real(x).unbind(0)):
@@ -147,9 +145,8 @@ class TorchGroup:
     def _exchange_parts(
         self, x: Tensor, dim: int, finish: Callable[[Tensor, int], Tensor], finished_dim: int = 0
     ) -> Pending:
-        """Start to send equal parts of ``x`` along ``dim``, one to each rank of the group, and return the exchange.
-
-        Its result is ``finish(parts, finished_dim)``, where ``parts`` has the received parts, ``[size, ...]``.
+        """Start to send equal parts of ``x`` along ``dim``, one to each rank of the group, and return the exchange. Its
+        result is ``finish(parts, finished_dim)``, where ``parts`` has the received parts, ``[size, ...]``.
         """
         parts = split_evenly(resolve_conjugation(x), dim, self.size)
         out = torch.empty_like(parts)
@@ -158,7 +155,7 @@ class TorchGroup:
 
     def exchange_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
         """Start to send rows of ``x``: the first ``sends[0]`` to rank 0 of the group, and so on. Return the collective
-        in progress; its result has the received rows, ``receives[i]`` of rank ``i``, in rank order.
+        in progress; its result has the received rows, ``receives[i]`` from rank ``i``, in rank order.
         """
         x = resolve_conjugation(x).contiguous()
         out = x.new_empty((sum(receives), *x.shape[1:]))
@@ -170,15 +167,15 @@ class TorchGroup:
         )
 
 
-_TAGS = 1 << 16  # sums in progress that messages tell apart
+_TAGS = 1 << 16  # number of message tags that distinguish sums in progress
 
 
 class GlooGroup(TorchGroup):
     """A process group on Gloo, with faster all-gather and reduce-scatter than Gloo's own.
 
-    Gloo's all-gather copies twice, and its reduce-scatter is a whole all-reduce. Here they are a broadcast from every
-    rank, and an exchange of parts that each rank sums. These take 0.3 to 0.9 of the time of Gloo's own on two and on
-    four ranks (measured from 8 KB to 4 MB with torch 2.13).
+    Gloo's all-gather copies twice, and its reduce-scatter is a whole all-reduce. Here an all-gather is a broadcast from
+    every rank, and a reduce-scatter an exchange of parts that each rank sums. They take 0.3 to 0.9 of the time of
+    Gloo's own on two and on four ranks (measured from 8 KB to 4 MB with torch 2.13).
     """
 
     def __init__(self, backend: Any, processes: tuple[int, ...] = ()) -> None:
@@ -206,7 +203,8 @@ class GlooGroup(TorchGroup):
 
     def reduce(self, x: Tensor, first: int) -> Pending:
         """Start to send ``x[i]`` to the rank ``first + i`` of the group, for each ``i``. Return the exchange; its
-        result is the sum of the tensors that this rank receives, in the order of ranks.
+        result is the sum of the tensors for this rank, in the order of ranks; undefined if this rank is not among the
+        receivers.
         """
         parts: Tensor | None = None
         handles: list[TransferHandle] = []
@@ -226,9 +224,8 @@ class GlooGroup(TorchGroup):
 
 
 class NcclGroup(TorchGroup):
-    """A process group on NCCL.
-
-    NCCL moves contiguous buffers, so parts along an inner dim are made contiguous before and after.
+    """A process group on NCCL. NCCL moves contiguous buffers, so parts along an inner dim are made contiguous before
+    and after.
     """
 
     def all_gather(self, x: Tensor, dim: int) -> Pending:
@@ -260,18 +257,17 @@ class NcclGroup(TorchGroup):
         return [self.backend._end_coalescing()]
 
 
-# Groups outlive a program: they are costly to make, and Gloo cannot always take them down. Keyed by processes, since
-# another program may place its ranks otherwise.
+# Groups outlive a program: they are costly to create, and Gloo cannot always shut them down. Keyed by processes, since
+# another program may place its ranks differently.
 _made: dict[tuple[tuple[int, ...], bool], TorchGroup] = {}
 _links: dict[PipelineEdge, Any] = {}
 
 
 def map_ranks_to_processes(placement: Sequence[int], world_size: int) -> tuple[int, ...]:
-    """Return, for each rank, the number of the process that runs it.
-
-    ``placement[rank]`` is the device number of a rank; process ``p`` drives the ``p``-th of these devices in ascending
-    order. If ``placement`` is empty, process ``i`` runs rank ``i``. Raise :class:`LaunchError` unless every rank has a
-    device of its own. ``world_size``: number of ranks.
+    """Return, for each rank, the number of the process that runs it. ``placement[rank]`` is the device number of a
+    rank; process ``p`` drives the ``p``-th of these devices in ascending order. If ``placement`` is empty, process
+    ``i`` runs rank ``i``. ``world_size``: number of ranks. Raise :class:`LaunchError` unless every rank has a different
+    device.
     """
     if not placement:
         return tuple(range(world_size))
@@ -289,12 +285,13 @@ class TorchCommunicator:
     must exist.
 
     Args:
-        world_size: number of ranks of the program. ``device``: the device of this rank.
-        timeout: how long operations wait for other ranks; by default as long as the default group.
+        world_size: number of ranks of the program.
+        device: the device of this rank.
+        timeout: how long operations wait for other ranks; by default as long as in the default group.
         placement: device number of each rank; empty: process ``i`` runs rank ``i``.
 
-    Only the ranks of a group take part in opening it, through the default group's store;
-    ``torch.distributed.new_group`` would need all ranks. Groups that overlap must be opened in the same order on all of
+    Only the ranks of a group take part in creating it, through the default group's store;
+    ``torch.distributed.new_group`` would need all ranks. Overlapping groups must be created in the same order on all of
     their ranks.
     """
 
@@ -329,12 +326,10 @@ class TorchCommunicator:
         links: Sequence[PipelineEdge],
         gathering: Sequence[tuple[int, ...]] = (),
     ) -> None:
-        """Open the process groups and pipeline links that this rank belongs to, unless they are open. All ranks call
-        this.
-
-        ``groups``: tuples of ranks. ``links``: connections from one rank to another rank of another pipeline stage,
-        each for values, gradients or the loss. ``gathering``: groups that get a second channel, for all-gathers of
-        parameters.
+        """Create the process groups and pipeline links to which this rank belongs, unless they exist. All ranks call
+        this. ``groups``: tuples of ranks. ``links``: connections from one rank to another rank of another pipeline
+        stage, each for values, gradients or the loss. ``gathering``: groups that get a second channel, for all-gathers
+        of parameters.
         """
         for ranks in groups:
             self._make_group(ranks)
@@ -348,34 +343,33 @@ class TorchCommunicator:
                     self._connect_link(_links[key], key)
 
     def _make_group(self, ranks: tuple[int, ...], gathering: bool = False) -> RankGroup:
-        """Return the process group of ``ranks``, and open it if necessary; with ``gathering``, a second one of the same
-        ranks, whose collectives (all-gathers of parameters) do not wait for those of the first.
+        """Return the process group of ``ranks``; create it if necessary. If ``gathering`` is true, it is the second
+        group of these ranks, whose collectives (all-gathers of parameters) do not wait for those of the first.
         """
         key = members, _ = self._list_processes_of(ranks), gathering
         if len(ranks) > 1 and key not in _made:
             backend = self._open_backend(members, "gathers" if gathering else "group")
             _made[key] = (NcclGroup if self._on_gpu else GlooGroup)(backend, members)
             if self._on_gpu:
-                _made[key].all_reduce(torch.zeros(1, device=self.device)).wait()  # connect now: see _connect
+                _made[key].all_reduce(torch.zeros(1, device=self.device)).wait()  # connect now: see _connect_link
         return self.group(ranks, gathering)
 
     def _list_processes_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
         return tuple(self.processes[rank] for rank in ranks)
 
     def _connect_link(self, backend: Any, link: PipelineEdge) -> None:
-        """Connect both ends of ``link`` now. NCCL would block the first rank that uses it until the other one does.
-        ``backend``: torch's backend object that carries the link.
+        """Connect both ends of ``link`` now, because NCCL would block the first rank that uses the link until the other
+        one does. ``backend``: torch's backend object of the link.
         """
         one = torch.zeros(1, device=self.device)
         transfer = backend.send if link.source == self._process else backend.recv
         transfer([one], int(link.source == self._process), 0).wait()
 
     def _find_backend_link(self, link: PipelineEdge) -> PipelineEdge:
-        """Return the key of the open connection, a link between processes, that carries ``link``, a link between ranks.
-
-        Gloo has tags, one for each channel, and serves both directions of a link at once. NCCL has no tags, and
-        transfers that cross on one communicator would wait for each other, so there each direction and channel has its
-        own connection.
+        """Return the key (a link between processes) of the connection that carries ``link``, a link between ranks. Gloo
+        has tags, one for each channel, and serves both directions of a link at once. NCCL has no tags, and transfers in
+        opposite directions on one communicator would wait for each other, so each direction and channel has its own
+        connection.
         """
         source, target = self._list_processes_of(link[:2])
         return (
@@ -385,8 +379,9 @@ class TorchCommunicator:
         )
 
     def _open_backend(self, processes: tuple[int, ...], purpose: str) -> Any:
-        """Open a Gloo or NCCL backend object of torch for ``processes`` (process numbers), and return it. ``purpose``:
-        text in the backend's name that tells apart several backends of the same processes, such as ``link F``.
+        """Create a Gloo or NCCL backend object of torch for ``processes`` (process numbers), and return it.
+        ``purpose``: text in the backend's name that distinguishes several backends of the same processes, such as
+        ``link F``.
         """
         name = f"partition {purpose} {'-'.join(map(str, processes))}"
         store = c10d.PrefixStore(name, c10d._get_default_store())
@@ -409,8 +404,8 @@ class TorchCommunicator:
         return SoloGroup() if len(ranks) == 1 else _made[self._list_processes_of(ranks), gathering]
 
     def send(self, x: Tensor, peer: int, channel: str) -> TransferHandle:
-        """Start to send ``x`` to the rank ``peer``, and return the transfer. ``channel``: what is sent: ``F`` for
-        values, ``B`` for gradients, ``L`` for the loss.
+        """Start to send ``x`` to the rank ``peer``, and return the transfer. ``channel``: ``F`` for values, ``B`` for
+        gradients, ``L`` for the loss.
         """
         key = self._find_backend_link(PipelineEdge(self.rank, peer, channel))
         work: TransferHandle = _links[key].send(
@@ -424,7 +419,7 @@ class TorchCommunicator:
         return work
 
     def list_ranks_on(self, processes: Sequence[int]) -> tuple[int, ...]:
-        """Return the program's ranks that run on the processes with the numbers ``processes``. They are in the order of
+        """Return the program's ranks that run on the processes with the numbers ``processes``, in the order of
         ``processes``.
         """
         return tuple(self.processes.index(p) for p in processes if p in self.processes)

@@ -1,7 +1,7 @@
 """Count the time that this process waits for other ranks: the part of an instruction's time that is not its own work.
 
 There is one counter per process; every wait for a transfer or collective adds to it. On CUDA devices a wait ends when
-the device has been told to wait, so only the blocking time of the host is counted.
+the wait is queued on the device, so only the blocking time of the host is counted.
 """
 
 from __future__ import annotations

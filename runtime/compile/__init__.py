@@ -1,2 +1,3 @@
-"""Compile groups of operators of a block (a piece of the model, such as a layer) to one function each, by Inductor or
-another backend of torch."""
+"""Compile groups of operators of a block (a piece of the model, such as a layer), each to one function, by Inductor or
+another backend of torch.
+"""

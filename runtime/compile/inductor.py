@@ -1,15 +1,15 @@
 """Compile a graph of ATen operators by Inductor, without Dynamo and without autograd around it.
 
-The graphs of blocks are traced and differentiated already. Handing them to Inductor saves what ``torch.compile`` adds:
-a second trace by Dynamo, the guards that it checks at every call, and the wrappers of AOTAutograd.
+The graphs of blocks are already traced and differentiated. Passing them directly to Inductor avoids the overhead of
+``torch.compile``: a second trace by Dynamo, the guards that it checks at every call, and the wrappers of AOTAutograd.
 
 On a CPU this has two steps. :func:`generate_code` lets Inductor generate Python functions and C++ kernels for each
-graph. :func:`build_functions` compiles the kernels of several graphs at once (``kernels.py``). The result is kept on
+graph. :func:`build_functions` compiles the kernels of several graphs at once (``kernels.py``). The result is stored on
 disk, by a hash of the graph, in a folder inside that of ``TORCHINDUCTOR_CACHE_DIR``. Other processes and later runs
-load it without importing Inductor (``kept_code.py``). The files that Inductor itself keeps there are not read again,
-because Inductor does not notice if they are damaged. On a GPU, Inductor keeps its kernels itself.
+load the result without importing Inductor (``kept_code.py``). Inductor's own files there are not read again, because
+Inductor does not notice if they are damaged. On a GPU, Inductor stores its kernels itself.
 
-Shapes and strides are fixed. The compiled function checks those of its arguments.
+Shapes and strides are fixed. The compiled function checks the shapes and strides of its arguments.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ _multiply = torch.ops.partition.multiply.default
 
 
 class NamedCode(NamedTuple):
-    """Generated code of a graph whose kernels are not compiled yet. ``name``: the hash under which its compiled form is
-    stored on disk. ``code``: the source of its functions and kernels."""
+    """Generated code of a graph whose kernels are not compiled yet. ``name``: the hash under which the compiled code
+    will be stored on disk. ``code``: the source of its functions and kernels.
+    """
 
     name: str
     code: GeneratedCode
@@ -52,15 +53,14 @@ class NamedCode(NamedTuple):
 def generate_code(
     module: fx.GraphModule, arguments: Sequence[Tensor], device: torch.device
 ) -> NamedCode | BoxedFunction:
-    """Generate code for ``module``, a graph without side effects, for tensors with the shapes, strides and types of
-    ``arguments``. Return the code as :class:`NamedCode`, which :func:`build_functions` compiles. Return a compiled
-    function instead if this graph was compiled before (its code is then loaded from disk), or if Inductor must compile
-    it at once: on a GPU, or if the code cannot be stored on disk. A compiled function takes a list of arguments, which
-    it empties, and returns a sequence of results with the strides that the operators of the graph give them. The
-    function raises ``AssertionError`` for arguments of other shapes or strides.
+    """Generate code for ``module``, a graph without side effects, for tensors with the shapes, strides and dtypes of
+    ``arguments``. Return it as :class:`NamedCode`, which :func:`build_functions` compiles. Return a compiled function
+    instead if the graph was compiled before (its code is then loaded from disk), or if Inductor must compile it at
+    once: on a GPU, or if the code cannot be stored on disk.
 
-    ``device``: where the function gets its arguments; the tensors ``arguments`` may be elsewhere, such as on the meta
-    device.
+    A compiled function takes a list of arguments, which it empties, and returns a sequence of results with the strides
+    of the graph's operators. It raises ``AssertionError`` for arguments of other shapes or strides. ``device``: device
+    of the function's arguments; the tensors ``arguments`` may be elsewhere, such as on the meta device.
     """
     function: BoxedFunction | None
     if device.type != "cpu":
@@ -87,9 +87,8 @@ def generate_code(
 
 def build_functions(codes: Sequence[NamedCode]) -> list[BoxedFunction]:
     """Compile the kernels of ``codes`` together, by one call of the C++ compiler, store them on disk for other
-    processes and later runs, and return the compiled function of each.
-
-    Raise an error of torch or of the operating system if the compiler fails.
+    processes and later runs, and return the compiled function of each. If the compiler fails, raise the error of torch
+    or of the operating system.
     """
     from torch._inductor import config
 
@@ -111,7 +110,8 @@ def build_functions(codes: Sequence[NamedCode]) -> list[BoxedFunction]:
 
 def _load_function(name: str) -> BoxedFunction | None:
     """Return the compiled function that is stored on disk under ``name``; ``None`` if there is none, or if it cannot be
-    loaded."""
+    loaded.
+    """
     kept = get_code_cache()
     content = kept.read(f"{name}.code")
     if content is None:
@@ -132,9 +132,9 @@ def _load_function(name: str) -> BoxedFunction | None:
 
 @contextmanager
 def _use_empty_folder() -> Iterator[None]:
-    """Inside the ``with`` block, let Inductor keep its files in a temporary folder, which is empty at first, so that it
-    cannot read damaged files of earlier runs. The folder is removed at the end of the block; functions that Inductor
-    has loaded from it stay usable.
+    """Return a context manager in which Inductor stores its files in a temporary folder, which is empty at first, so
+    that it cannot read damaged files of earlier runs. The folder is removed on exit; functions that Inductor has loaded
+    from the folder stay usable.
     """
     before = os.environ.get(_FOLDER)
     with tempfile.TemporaryDirectory(prefix="partitioner-", ignore_cleanup_errors=True) as folder:
@@ -149,10 +149,9 @@ def _use_empty_folder() -> Iterator[None]:
 
 
 def _choose_options(device: torch.device) -> dict[str, Any]:
-    """Return Inductor's options for ``device`` as a dict of option name -> value; empty if its defaults are used. On a
-    CPU Inductor's own cache of graphs is switched off, because this project stores compiled graphs itself. If the CPU
-    has AVX2 or AVX512 instructions that torch itself uses, the options switch off Inductor's test of them, which takes
-    seconds.
+    """Return Inductor's options for ``device``, as a dict: option name -> value; empty for its defaults. On a CPU,
+    Inductor's own cache of graphs is switched off, because this project stores compiled graphs itself. If torch itself
+    uses the CPU's AVX2 or AVX512 instructions, Inductor's test of these, which takes seconds, is switched off.
     """
     if device.type != "cpu":
         return {}
@@ -162,10 +161,8 @@ def _choose_options(device: torch.device) -> dict[str, Any]:
 
 def _compile_by_inductor(module: fx.GraphModule, arguments: Sequence[Tensor], device: torch.device) -> Any:
     """Compile ``module`` by Inductor, and return Inductor's object of the compiled graph, which has the callable
-    function and its source code.
-
-    ``arguments``: tensors with the shapes, strides and types for which it is compiled. ``device``: where the function
-    runs.
+    function and its source code. ``arguments``: tensors with the shapes, strides and dtypes for which it is compiled.
+    ``device``: device on which the function runs.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -193,7 +190,7 @@ def _compile_by_inductor(module: fx.GraphModule, arguments: Sequence[Tensor], de
 
 def describe_module(module: fx.GraphModule, arguments: Sequence[Tensor], device: torch.device) -> str:
     """Return a hash that identifies the compiled code of ``module``. It depends on the graph, on the shapes, strides
-    and types of ``arguments``, on ``device``, on the processor, and on the versions of torch and Python.
+    and dtypes of ``arguments``, on ``device``, on the processor, and on the versions of torch and Python.
     """
     specs = [(tuple(a.shape), a.stride(), str(a.dtype)) for a in arguments]
     machine = torch.backends.cpu.get_cpu_capability(), cpu_products.is_onednn_faster(), torch.get_num_threads()
@@ -202,8 +199,8 @@ def describe_module(module: fx.GraphModule, arguments: Sequence[Tensor], device:
 
 
 def get_code_cache() -> FileCache:
-    """Return the cache in which the processes of this machine and later runs share compiled code: files of this
-    project, in a subfolder of Inductor's folder.
+    """Return the cache in which the processes of this machine and later runs share compiled code: files in a subfolder
+    of Inductor's folder.
     """
     return _open_cache(os.environ.get(_FOLDER) or _find_default_folder())
 
@@ -225,7 +222,8 @@ def _find_default_folder() -> str:
 
 def _use_faster_products(graph: fx.Graph) -> None:
     """Replace matrix products of ``graph`` on a CPU by ``partition::multiply``, this project's operator for the same
-    product, where that is faster."""
+    product, if the latter is faster.
+    """
     for node in graph.nodes:
         if node.op == "call_function" and node.target is torch.ops.aten.mm.default and not node.kwargs:
             operands = tuple(o.meta["val"] for o in node.all_input_nodes)
@@ -248,8 +246,9 @@ def _list_decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def import_compiler() -> None:
-    """Import Inductor, which takes seconds. Call this when this process would otherwise wait for another one, so that
-    the import costs no time later."""
+    """Import Inductor, which takes seconds. Call this while this process waits for another one, so that the import
+    costs no time later.
+    """
     from torch._inductor import compile_fx  # noqa: F401
 
     _register_lowerings()
@@ -257,8 +256,9 @@ def import_compiler() -> None:
 
 @cache
 def _register_lowerings() -> None:
-    """Let the code that Inductor generates call ``partition::multiply`` (this project's operator for matrix products on
-    a CPU) as a Python function, without torch's dispatcher."""
+    """Let generated code of Inductor call ``partition::multiply`` (this project's operator for matrix products on a
+    CPU) as a Python function, without torch's dispatcher.
+    """
     from torch._inductor import ir
     from torch._inductor.lowering import register_lowering
     from torch._inductor.select_algorithm import ExternKernelChoice
@@ -272,8 +272,8 @@ def _register_lowerings() -> None:
 
 
 def is_fixed(module: fx.GraphModule) -> bool:
-    """Return whether all inputs of ``module`` are tensors of fixed shapes, and it calls only ATen and custom operators
-    (no Python functions), so that Inductor can compile it directly.
+    """Return whether Inductor can compile ``module`` directly: all inputs are tensors of fixed shapes, and the graph
+    calls only ATen and custom operators (no Python functions).
     """
     values = [n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"]
     return all(isinstance(v, Tensor) and all(isinstance(s, int) for s in v.shape) for v in values) and not any(

@@ -1,8 +1,8 @@
 """Compile the C++ kernels of many functions by one call of the compiler.
 
-Inductor compiles each kernel by a call of its own. Nearly all the time of such a call goes into reading Inductor's
-header and into the compiler's start, not into the kernel. Here the kernels of all functions that a process compiles are
-parts of one file, which becomes one shared object: a Python module with a function for each kernel.
+Inductor compiles each kernel by a separate call. Nearly all the time of such a call goes into reading Inductor's header
+and starting the compiler, not into the kernel. Here the kernels of all functions that a process compiles are parts of
+one file, which becomes one shared object: a Python module with a function for each kernel.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _INCLUDE = re.compile(r"^[ \t]*#[ \t]*include\b.*$", re.MULTILINE)
 _guards: Any = torch._C._dynamo.guards
 _loaded: dict[str, ModuleType] = {}  # modules of this process, by a hash of their shared objects
 
-# How Python calls the kernels. A pointer is that of the data of a tensor. The function that finds it is part of torch,
-# and Python passes its address, so that nothing here includes torch's headers.
+# How Python calls the kernels. A pointer argument is the data pointer of a tensor. Torch's function that returns it is
+# passed by address, so that torch's headers are not needed here.
 _SUPPORT = """
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -103,7 +103,7 @@ PyMODINIT_FUNC PyInit_{module}(void) {{
 
 class KernelSource(NamedTuple):
     """A C++ kernel that Inductor has generated, and that is not compiled yet. ``types``: the C++ types of its
-    arguments, such as ``const float*``. ``source``: a file that defines the function ``kernel``.
+    arguments, such as ``const float*``. ``source``: source file, which defines the function ``kernel``.
     """
 
     types: tuple[str, ...]
@@ -111,11 +111,11 @@ class KernelSource(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return the name of the kernel in a module that :func:`build_library` makes: a hash of its source."""
+        """Return the name of the kernel in a module that :func:`build_library` compiles: a hash of its source."""
         return f"kernel_{hashlib.sha256(repr(tuple(self)).encode()).hexdigest()[:24]}"
 
     def can_be_joined(self) -> bool:
-        """Return whether the source can be a part of a file with other kernels: it has one public function, and no
+        """Return whether the source can be combined with other kernels in one file: it has one public function, and no
         preprocessor directive (such as ``#define``) that would change the code after it.
         """
         return len(_LINKAGE.findall(self.source)) == 1 and not _DIRECTIVE.search(self.source)
@@ -123,9 +123,9 @@ class KernelSource(NamedTuple):
 
 @contextmanager
 def collect_kernels() -> Iterator[None]:
-    """Inside the ``with`` block, keep Inductor from compiling the C++ kernels of the graphs that this thread compiles,
-    so that they can be compiled together later. In the modules that Inductor generates, each kernel is then a
-    :class:`KernelSource`.
+    """Return a context manager in which Inductor does not compile the C++ kernels of the graphs that this thread
+    compiles, so that they can be compiled together later. In the modules that Inductor generates inside, each kernel is
+    a :class:`KernelSource`.
     """
     from torch._inductor.async_compile import AsyncCompile
 
@@ -145,12 +145,11 @@ def collect_kernels() -> Iterator[None]:
 
 @cache
 def start_header_search() -> Future[str | None]:
-    """Start to look for Inductor's precompiled header in another thread, once for this process, and return a future of
-    its path; the path is ``None`` if no header is to be used. Call this under the settings with which Inductor
-    compiles.
+    """Start to look for Inductor's precompiled header in another thread, once per process. Return a future of its path,
+    which is ``None`` if no header is to be used. Call this under the settings with which Inductor compiles.
 
-    The header makes the compiler faster by seconds. If Inductor has precompiled no header for this user yet, no header
-    is precompiled or used: precompiling it would take longer than it saves here.
+    The header makes the compiler faster by seconds. If Inductor has not precompiled a header for this user yet, none is
+    precompiled or used here, because precompiling would take longer than it saves.
     """
     future: Future[str | None] = Future()
     context = copy_context()  # it has the settings
@@ -159,8 +158,8 @@ def start_header_search() -> Future[str | None]:
 
 
 def _find_header() -> str | None:
-    """Return the path of Inductor's precompiled header, without its suffix; ``None`` if Inductor has precompiled none
-    on this machine, or it cannot be found.
+    """Return the path of Inductor's precompiled header, without its suffix; ``None`` if Inductor has not precompiled
+    one on this machine, or it cannot be found.
     """
     try:
         from torch._inductor import codecache
@@ -186,9 +185,7 @@ def _describe_options() -> dict[str, Any]:
 
 def build_library(kernels: Collection[KernelSource]) -> bytes:
     """Compile ``kernels`` with Inductor's compiler and options, and return the bytes of one shared object for
-    :func:`load_library`.
-
-    Raise an error of torch or of the operating system if the compiler fails.
+    :func:`load_library`. If the compiler fails, raise the error of torch or of the operating system.
     """
     header = start_header_search().result()
     if header is not None:
@@ -200,13 +197,15 @@ def build_library(kernels: Collection[KernelSource]) -> bytes:
 
 
 def _compile_kernels(kernels: Collection[KernelSource], header: str | None) -> bytes:
-    """Compile ``kernels``, and return the bytes of one shared object. ``header``: the path of a precompiled header."""
+    """Compile ``kernels``, and return the bytes of one shared object. ``header``: path of a precompiled header;
+    ``None``: none is used.
+    """
     from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
 
     with tempfile.TemporaryDirectory(prefix="partitioner-", ignore_cleanup_errors=True) as folder:
         path = Path(folder) / f"{_MODULE}.cpp"
         path.write_text(_join_sources(kernels))
-        # Inductor's header gives thousands of warnings, which take time.
+        # Inductor's header causes thousands of warnings, which take time.
         options = CppTorchDeviceOptions(**_describe_options(), extra_flags=("-w",))
         options.precompiled_header = header
         builder = CppBuilder(name=_MODULE, sources=str(path), BuildOption=options, output_dir=folder)
@@ -215,7 +214,7 @@ def _compile_kernels(kernels: Collection[KernelSource], header: str | None) -> b
 
 
 def _join_sources(kernels: Iterable[KernelSource]) -> str:
-    """Return one C++ file with ``kernels``, each in a namespace of its own, as a Python module."""
+    """Return one C++ file with ``kernels``, each in its own namespace, as a Python module."""
     by_name = {kernel.name: kernel for kernel in kernels}
     includes = dict.fromkeys(line.strip() for k in by_name.values() for line in _INCLUDE.findall(k.source))
     bodies, calls, methods = [], [], []
@@ -230,10 +229,8 @@ def _join_sources(kernels: Iterable[KernelSource]) -> str:
 
 
 def load_library(content: bytes) -> ModuleType:
-    """Return the module with the kernels that the shared object ``content`` has, by their names; it is loaded once for
-    this process.
-
-    Raise ``ImportError`` or ``OSError`` if it cannot be loaded.
+    """Return the Python module in the shared object ``content``, with its kernels by name; it is loaded once per
+    process. Raise ``ImportError`` or ``OSError`` if it cannot be loaded.
     """
     key = hashlib.sha256(content).hexdigest()
     if key not in _loaded:

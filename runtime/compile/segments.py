@@ -1,11 +1,11 @@
 """Compile the operators between two collectives of a block to one function.
 
-If all shapes are known, Inductor compiles them directly (``inductor.py``). If some shapes change from call to call, or
-if the user names another backend than Inductor, ``torch.compile`` compiles them.
+If all shapes are known, Inductor compiles the operators directly (``inductor.py``). If some shapes change from call to
+call, or if the user names another backend than Inductor, ``torch.compile`` compiles them.
 
 The collectives remain lines of the rank's own function (``codegen.py``), which starts them and waits for them. Matrix
-products whose results are only gradients of states remain, too, because they are added up in place. A function that
-cannot be compiled runs operator by operator.
+products whose results are only gradients of parameters remain, too, because they are accumulated in place. A function
+that cannot be compiled runs operator by operator.
 """
 
 from __future__ import annotations
@@ -40,13 +40,15 @@ META = torch.device("meta")
 
 _log = logging.getLogger(__name__)
 _COMPILERS = ("g++", "clang++", "c++", "cl")
-# Torch traces and compiles in one thread at a time, and refuses calls of compiled functions in the others meanwhile.
+# Torch traces and compiles in one thread at a time, and refuses calls of compiled functions in other threads meanwhile.
 one_thread = threading.RLock()
-_MIN_OPERATORS = 2  # operators that are worth a function of their own
+_MIN_OPERATORS = 2  # minimum number of operators in a compiled function
 
 
 class _Mode(threading.local):
-    """How this thread runs groups of operators. ``uncompiled``: one operator after another."""
+    """How this thread runs groups of operators. ``uncompiled``: whether their operators run one by one, without
+    compiled code.
+    """
 
     uncompiled = False
 
@@ -56,8 +58,9 @@ _mode = _Mode()
 
 @contextmanager
 def run_uncompiled() -> Iterator[None]:
-    """Inside the ``with`` block, this thread runs the operators of compiled groups one by one, so that tools can
-    observe each of them."""
+    """Return a context manager in which this thread runs the operators of compiled groups one by one, so that tools can
+    observe each operator.
+    """
     before, _mode.uncompiled = _mode.uncompiled, True
     try:
         yield
@@ -66,27 +69,25 @@ def run_uncompiled() -> Iterator[None]:
 
 
 class SegmentInterpreter(fx.Interpreter):
-    """Runs the operators of a compiled group one by one. The stack frames of ``run_node`` say which node runs."""
+    """Runs the operators of a compiled group one by one. The stack frames of ``run_node`` show which node runs."""
 
 
 class Segment:
     """A group of operators of a block (a piece of the model, such as a layer), compiled by ``torch.compile`` to one
-    function at its first call. Threads of a process may share it.
-
-    ``name``: the name in messages. ``module``: the operators as a graph module. ``backend``: name of the
-    ``torch.compile`` backend.
+    function at its first call. Threads of a process may share it. ``name``: name in messages. ``module``: the operators
+    as a graph module. ``backend``: name of the ``torch.compile`` backend.
     """
 
     def __init__(self, name: str, module: fx.GraphModule, backend: str) -> None:
         self.name = name
-        self.__name__ = "compiled"  # what torch.fx calls its node
+        self.__name__ = "compiled"  # torch.fx names the node after it
         self.module = module
         self._known: set[int] = set()  # threads that have called it
         self.function: Callable[..., Any] = torch.compile(module, backend=backend, fullgraph=True, dynamic=None)
 
     def __call__(self, *arguments: Any) -> Any:
-        """Run the operators of this group, as one compiled function, with ``arguments``, and return their results. Only
-        one thread runs at a time. Inside :func:`run_uncompiled`, run them one by one.
+        """Run the operators of this group on ``arguments``, as one compiled function, and return their results. Only
+        one thread runs at a time. Inside :func:`run_uncompiled`, the operators run one by one.
         """
         if _mode.uncompiled:
             return SegmentInterpreter(self.module).run(*arguments)
@@ -98,17 +99,16 @@ class Segment:
             return result
 
     def _call_first_time(self, arguments: tuple[Any, ...]) -> Any:
-        """Run the function of this group of operators with ``arguments`` for the first time in this thread, which
-        compiles it, and return its results.
-
-        If compilation fails, log a warning and run the operators one by one from then on.
+        """Run the function of this group of operators on ``arguments`` for the first time in this thread, which
+        compiles it, and return its results. If compilation fails, log a warning and run the operators one by one from
+        then on.
         """
         try:
             return self.function(*arguments)
         except Exception as error:
             if self.function == self.module.forward:
                 raise
-            result = self.module.forward(*arguments)  # raises, too, where the operators are at fault
+            result = self.module.forward(*arguments)  # raises an error if the operators are at fault
             _warn_not_compiled(self.name, error)
             self.function = self.module.forward
             return result
@@ -119,26 +119,25 @@ class Segment:
 
 class FixedSegment:
     """A group of operators of a block (a piece of the model, such as a layer) on tensors of known shapes, compiled by
-    Inductor to one function. Threads of a process may share it.
-
-    ``name``: the name in messages. ``module``: the operators as a graph module; its placeholders have meta tensors of
-    the expected shapes. ``device``: the device of all tensors.
+    Inductor to one function. Threads of a process may share it. ``name``: name in messages. ``module``: the operators
+    as a graph module; its placeholders have meta tensors of the expected shapes. ``device``: the device of all tensors.
     """
 
     def __init__(self, name: str, module: fx.GraphModule, device: torch.device) -> None:
         self.name = name
-        self.__name__ = "compiled"  # what torch.fx calls its node
+        self.__name__ = "compiled"  # torch.fx names the node after it
         self.module = module
         self.device = device
         self.falls_back = False
-        self._shapes: tuple[Any, ...] = ()  # of the arguments for which it was compiled first
+        self._shapes: tuple[Any, ...] = ()  # shapes of the arguments for which it was compiled first
         self._variants: dict[tuple[Any, ...], BoxedFunction] = {}  # by strides of the arguments
-        self._only: BoxedFunction | None = None  # the variant, if there is one alone
-        self._dynamic: Segment | None = None  # where the data decides on shapes
+        self._only: BoxedFunction | None = None  # the variant, if there is only one
+        self._dynamic: Segment | None = None  # used if shapes depend on the data
 
     def __call__(self, *arguments: Any) -> Any:
-        """Run the operators of this group, as one compiled function, with ``arguments``, and return their results.
-        Inside :func:`run_uncompiled`, run them one by one."""
+        """Run the operators of this group on ``arguments``, as one compiled function, and return their results. Inside
+        :func:`run_uncompiled`, the operators run one by one.
+        """
         if _mode.uncompiled:
             return SegmentInterpreter(self.module).run(*arguments)
         if self._dynamic is not None:
@@ -147,7 +146,7 @@ class FixedSegment:
             return self._call_variant(arguments)
         try:
             return self._only([*arguments])
-        except AssertionError:  # not the expected shapes or strides; a function checks them before all else
+        except AssertionError:  # other shapes or strides, which the function checks first
             return self._call_variant(arguments)
 
     def compile(self) -> None:
@@ -156,8 +155,9 @@ class FixedSegment:
 
     @property
     def expected(self) -> list[Tensor]:
-        """Return, for each placeholder of the graph, a meta tensor with the shape, strides and type of the expected
-        argument."""
+        """Return, for each placeholder of the graph, a meta tensor with the shape, strides and dtype of the expected
+        argument.
+        """
         return [n.meta["val"] for n in self.module.graph.nodes if n.op == "placeholder"]
 
     @property
@@ -166,9 +166,9 @@ class FixedSegment:
         return bool(self._variants)
 
     def _call_variant(self, arguments: tuple[Any, ...]) -> Any:
-        """Call the compiled function for the strides of ``arguments``, and return its results. The function is compiled
-        first if there is none for these strides. If the shapes differ from those of the first call, one function that
-        accepts changing shapes is used for all calls from now on.
+        """Call the compiled function for the strides of ``arguments``, and return its results. If there is none for
+        these strides, compile it first. If the shapes differ from those of the first call, a function that accepts
+        changing shapes is used for all calls from now on.
         """
         with one_thread:
             shapes = tuple(tuple(a.shape) for a in arguments)
@@ -186,8 +186,8 @@ class FixedSegment:
         self._only = function if len(self._variants) == 1 else None
 
     def add_uncompiled(self, arguments: Sequence[Tensor], error: Exception) -> None:
-        """Run the operators one by one for arguments with the shapes and strides of ``arguments``, and log a warning:
-        compilation failed with ``error``.
+        """Run the operators one by one for arguments with the shapes and strides of ``arguments``, because compilation
+        failed with ``error``, and log a warning.
         """
         _warn_not_compiled(self.name, error)
         self.falls_back = True
@@ -195,8 +195,8 @@ class FixedSegment:
 
     def _call_dynamic(self, arguments: tuple[Any, ...]) -> Any:
         """Compile this group of operators by ``torch.compile`` for shapes that change from call to call, such as
-        numbers of rows that experts receive. Call the compiled function with ``arguments``, and return its results.
-        Later calls use it, too.
+        numbers of rows that experts receive. Call the compiled function on ``arguments``, and return its results. Later
+        calls use the same function.
         """
         for argument, expected in zip(arguments, self._shapes, strict=True):
             for dim, (size, other) in enumerate(zip(argument.shape, expected, strict=True)):
@@ -211,14 +211,14 @@ class FixedSegment:
 
 def compile_in_turns(segments: Sequence[Segment | FixedSegment]) -> None:
     """Compile ``segments`` (groups of operators), and divide the work among the processes of this machine, which all
-    call this with the same groups. Each group is compiled by one process, the largest groups first. A process skips a
-    group that another process compiles at the moment, and loads its code at the end.
+    call this with the same groups. Each group is compiled by one process, the largest groups first. A process skips
+    groups that other processes are compiling, and loads their code at the end.
     """
     with one_thread:
         fixed = [s for s in segments if isinstance(s, FixedSegment) and not s.is_compiled]
         fixed.sort(key=lambda s: len(s.module.graph.nodes), reverse=True)
         left = _compile_variants([(s, s.expected) for s in fixed], wait=False)
-        for segment, arguments in left:  # one by one: a process that waits for a lock must hold no other one
+        for segment, arguments in left:  # one by one: a process that waits for a lock must not hold another one
             _compile_variants([(segment, arguments)], wait=True)
 
 
@@ -226,12 +226,12 @@ _Wanted = tuple[FixedSegment, Sequence[Tensor]]  # a group of operators, and ten
 
 
 def _compile_variants(wanted: Sequence[_Wanted], wait: bool) -> list[_Wanted]:
-    """Compile each group of operators in ``wanted`` for its arguments, or load its code, and return the groups that are
-    left, because another process of the machine compiles them at the moment.
+    """Compile each group of operators in ``wanted`` for its arguments, or load its code. Return the groups that were
+    skipped, because other processes of the machine are compiling them. If a group cannot be compiled, log a warning and
+    let it run operator by operator.
 
-    ``wanted``: pairs (group of operators, tensors with the shapes and strides of its arguments). ``wait``: wait for the
-    other process and load its result, so that none is left. If a group cannot be compiled, log a warning and let it run
-    operator by operator.
+    ``wanted``: pairs (group of operators, tensors with the shapes and strides of its arguments). ``wait``: whether to
+    wait for the other processes and load their results, so that no group is skipped.
     """
     left: list[_Wanted] = []
     generated: list[tuple[_Wanted, NamedCode]] = []
@@ -255,9 +255,9 @@ def _compile_variants(wanted: Sequence[_Wanted], wait: bool) -> list[_Wanted]:
 
 
 def _build_variants(generated: Sequence[tuple[_Wanted, NamedCode]]) -> None:
-    """Compile the kernels of groups of operators, and let the groups use them. ``generated``: pairs ((group, tensors
-    with the shapes and strides of its arguments), the code that was generated for it). If the compiler fails, the
-    groups are compiled one by one, so that the others are compiled.
+    """Compile the kernels of groups of operators, and let the groups use them. If the compiler fails, the groups are
+    compiled one by one, so that only the faulty ones remain uncompiled. ``generated``: pairs ((group, tensors with the
+    shapes and strides of its arguments), generated code).
     """
     if not generated:
         return
@@ -286,10 +286,8 @@ def _warn_not_compiled(name: str, error: Exception) -> None:
 
 def make_segment(name: str, module: fx.GraphModule, backend: str, device: torch.device) -> Segment | FixedSegment:
     """Return an object that runs ``module``, a group of operators of a block (a piece of the model), as one compiled
-    function: by Inductor directly if its shapes are fixed, otherwise by ``torch.compile``.
-
-    ``name``: the name in messages. ``backend``: name of the ``torch.compile`` backend, such as ``inductor``.
-    ``device``: the device of all tensors.
+    function: by Inductor directly if its shapes are fixed, otherwise by ``torch.compile``. ``name``: name in messages.
+    ``backend``: name of the ``torch.compile`` backend, such as ``inductor``. ``device``: the device of all tensors.
     """
     if backend == "inductor" and is_fixed(module):
         return FixedSegment(name, module, device)
@@ -298,11 +296,10 @@ def make_segment(name: str, module: fx.GraphModule, backend: str, device: torch.
 
 def choose_backend(requested: bool | str, device: torch.device) -> str | None:
     """Return the name of the ``torch.compile`` backend for the user's argument ``requested``; ``None`` for no
-    compilation.
-
-    ``requested``: ``False``, the name of a backend, or ``True`` for Inductor, if the compiler that it needs for
-    ``device`` is available on this machine; else ``None`` is returned with a warning. Raise :class:`LaunchError` for a
-    name that torch does not know."""
+    compilation. ``requested``: ``False``, the name of a backend, or ``True`` for Inductor. If it is ``True`` and the
+    compiler that Inductor needs for ``device`` is not installed, return ``None`` with a warning. Raise
+    :class:`LaunchError` for a name that torch does not know.
+    """
     if requested is False:
         return None
     if isinstance(requested, str):
@@ -319,7 +316,8 @@ def choose_backend(requested: bool | str, device: torch.device) -> str | None:
 
 def _find_missing_compiler(device: torch.device) -> str:
     """Return the name of the compiler that ``torch.compile`` needs for ``device`` and that is not installed, such as "a
-    C++ compiler"; an empty text if nothing is missing."""
+    C++ compiler"; empty if nothing is missing.
+    """
     if device.type == "cuda":
         return "" if importlib.util.find_spec("triton") else "triton"
     named = os.environ.get("CXX"), *_COMPILERS  # Inductor reads the same variable; importing it takes seconds
@@ -337,9 +335,10 @@ def fuse_segments(
     compiled function.
 
     ``compile_group(number, module)``: returns the compiled function for the operators ``module`` of one group;
-    ``number`` is the index of the group. ``device``: where the functions create tensors. ``num_sinks``: number of last
-    outputs that are gradients of parameters; matrix products that only compute these are not replaced, because they are
-    added to the accumulated gradients in place."""
+    ``number`` is the index of the group. ``device``: device on which the functions create tensors. ``num_sinks``:
+    number of outputs, at the end, that are gradients of parameters. Matrix products that compute only these are not
+    replaced, because they are accumulated in place.
+    """
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     results: tuple[Any, ...] = tuple(graph.output_node().args[0])  # type: ignore[arg-type]
     sunk = set(results[len(results) - num_sinks :])
@@ -351,7 +350,8 @@ def fuse_segments(
         product = node.target is torch.ops.aten.mm.default and node in sunk and set(node.users) == {graph.output_node()}
         if collective_name(node.target) is not None or part_of_one or product:
             apart.add(node)
-        # A collective's result is of the next level: what reads it comes after all that leads to it.
+        # A collective's result belongs to the next level: its readers run after all operators on which the collective
+        # depends.
         levels[node] = max((levels.get(i, 0) + (i in apart) for i in node.all_input_nodes), default=0)
     new = fx.Graph()
     values: dict[fx.Node, fx.Node] = {n: new.node_copy(n) for n in graph.nodes if n.op == "placeholder"}
@@ -378,10 +378,9 @@ def _add_segment(
     compile_group: Callable[[fx.GraphModule], Callable[..., Any]],
 ) -> None:
     """Add to the graph ``new`` one call of a compiled function that computes the nodes ``inside`` of another graph, and
-    nodes for its results.
-
-    ``values``: node of the other graph -> node of ``new`` with its value; the results are added to it. ``device``:
-    where the function creates tensors. ``compile_group``: compiles a graph module to a function.
+    nodes for its results. ``values``: node of the other graph -> node of ``new`` with its value; the results are added
+    to this dict. ``device``: device on which the function creates tensors. ``compile_group``: compiles a graph module
+    to a function.
     """
     members = set(inside)
     read = list(dict.fromkeys(o for n in inside for o in n.all_input_nodes if o not in members))

@@ -21,9 +21,9 @@ from partitioner.runtime.program.program import InputData, PlainValue, Program, 
 
 
 def count_tokens_and_samples(program: Program) -> tuple[int, int]:
-    """Return the number of tokens and the number of samples of one global batch of ``program``. Tokens are the elements
-    of the first two-dimensional integer input. Samples are the size of the batch dim of the first input that is split
-    over ranks or microbatches. Each is 0 if there is no such input.
+    """Return the numbers of tokens and samples of one global batch of ``program``. Tokens are the elements of the first
+    two-dimensional integer input. The number of samples is the size of the batch dim of the first input that is split
+    over ranks or microbatches. A number is 0 if there is no such input.
     """
     tokens = next((i for i in program.inputs if len(i.shape) == 2 and not dtype_of(i.dtype).is_floating_point), None)
     split = next((i for i in program.inputs if i.batch_dim is not None), None)
@@ -33,11 +33,9 @@ def count_tokens_and_samples(program: Program) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class BatchShare:
-    """The part of a global batch that a rank reads.
-
-    ``paths``: the inputs that it reads. The rows (samples) of each input are divided into ``count`` equal parts, of
-    which the rank reads those with the indices ``parts``. Inputs without a batch dim are read whole. Ranks that differ
-    only on ``tp`` or ``cp`` read the same rows.
+    """The part of a global batch that a rank reads. ``paths``: the inputs that the rank reads. The rows (samples) of
+    each input are divided into ``count`` equal parts, and the rank reads the parts with the indices ``parts``. Inputs
+    without a batch dim are read whole. Ranks that differ only on ``tp`` or ``cp`` read the same rows.
     """
 
     paths: frozenset[str]
@@ -45,28 +43,28 @@ class BatchShare:
     count: int
 
     def rows(self, length: int) -> range:
-        """Return the indices of the rows (samples) that this rank reads, of a batch input with ``length`` rows. The
-        range is empty if the rank reads no inputs.
+        """Return the indices of the rows (samples) that this rank reads from a batch input with ``length`` rows, as a
+        range; empty if the rank does not read inputs.
         """
         each = length // self.count
         return range(self.parts.start * each, self.parts.stop * each) if self.paths else range(0)
 
 
 def get_share(rank: RankProgram) -> BatchShare:
-    """Return the part of a global batch that ``rank`` reads: the inputs that its program loads, and in them the samples
-    for its coordinate on the axis ``dp``.
+    """Return the part of a global batch that ``rank`` reads: the inputs that its program loads, and their samples for
+    the rank's coordinate on the axis ``dp``.
     """
     loaded = {name for i in rank.instructions if i.op == "LOAD" for name in i.values}
     paths = frozenset(i.path for i in rank.program.inputs if i.value in loaded)
-    if not rank.program.data_shares:  # the batch need only be divisible by dp here, not by the microbatches
+    if not rank.program.data_shares:  # parts per dp rank: the batch need not be divisible by the microbatches here
         at = rank.coordinates["dp"]
         return BatchShare(paths, range(at, at + 1), rank.program.mesh.get("dp", 1))
     return BatchShare(paths, rank.share, rank.program.batch_microbatches)
 
 
 def flatten_by_path(batch: Any) -> dict[str, Any]:
-    """Return the entries of ``batch``, a batch of nested tuples, lists and dicts, as path -> value. Paths look like
-    ``input_ids``, ``0`` or ``past.0.key``.
+    """Return the entries of ``batch``, a batch of nested tuples, lists and dicts, as a dict: path -> value. Paths look
+    like ``input_ids``, ``0`` or ``past.0.key``.
     """
     if isinstance(batch, Tensor):
         batch = (batch,)
@@ -76,11 +74,11 @@ def flatten_by_path(batch: Any) -> dict[str, Any]:
 
 
 def convert_batch(program: Program, batch: Any) -> dict[str, Tensor]:
-    """Return the tensors of ``batch``, converted to the planned types, as name in ``program`` -> tensor. ``program``:
-    the program of all ranks, which reads them.
+    """Return the tensors of ``batch`` that ``program`` reads, converted to the planned dtypes, as a dict: name in the
+    program -> tensor.
 
-    Raise :class:`BatchError` if a tensor is missing, or has another shape or another class of type (floating-point,
-    complex, integer or boolean) than planned. Raise it, too, if an entry of the batch that the program does not read,
+    Raise :class:`BatchError` if a tensor is missing, or has another shape or another class of dtype (floating-point,
+    complex, integer or boolean) than planned. Also raise it if an entry of the batch that the program does not read,
     such as a flag, differs from its value when the plan was made.
     """
     entries = BatchEntries(program, batch)
@@ -89,8 +87,8 @@ def convert_batch(program: Program, batch: Any) -> dict[str, Tensor]:
 
 
 def check_batch(program: Program, batch: Any) -> dict[str, Any]:
-    """Return the checked tensors of ``batch``, and the planned values of its entries that are not tensors, as path ->
-    value, such as ``input_ids`` -> tensor. The dict can itself be passed as a batch. ``program``: the program of all
+    """Return the checked tensors of ``batch``, and the planned values of its entries that are not tensors, as a dict:
+    path (such as ``input_ids``) -> value. The dict can itself be passed as a batch. ``program``: the program of all
     ranks. Raise :class:`BatchError` if the batch does not match the plan.
     """
     values = convert_batch(program, batch)
@@ -99,12 +97,12 @@ def check_batch(program: Program, batch: Any) -> dict[str, Any]:
 
 
 def convert_rank_batch(program: Program, share: BatchShare, batch: Any, local: bool = False) -> dict[str, Tensor]:
-    """Return the tensors that a rank reads of a batch, converted to the planned types, as name in the program ->
-    tensor.
+    """Return the tensors that a rank reads from a batch, converted to the planned dtypes, as a dict: name in the
+    program -> tensor.
 
-    ``program``: the program of all ranks. ``share``: the part of the batch that the rank reads, as indices of rows
-    (samples). ``local``: ``batch`` has only the samples of this rank, and may lack inputs that the rank does not read;
-    otherwise it is the global batch. Raise :class:`BatchError` if the batch does not match the plan.
+    ``program``: the program of all ranks. ``share``: the part of the global batch that the rank reads. ``local``: if
+    true, ``batch`` has only the samples of this rank, and may lack inputs that the rank does not read; otherwise it is
+    the global batch. Raise :class:`BatchError` if the batch does not match the plan.
     """
     read = [i for i in program.inputs if i.path in share.paths]
     if local:
@@ -118,9 +116,8 @@ def convert_rank_batch(program: Program, share: BatchShare, batch: Any, local: b
 
 
 def _select_rank_rows(data: InputData, whole: Tensor, share: BatchShare) -> Tensor:
-    """Return the rows (samples) of the input ``data`` that belong to ``share``, the part of a global batch that a rank
-    reads. ``whole``: the input's tensor for the global batch. This tensor is returned itself if the input has no batch
-    dim.
+    """Return the rows (samples) of ``whole`` in ``share``, the part of a global batch that a rank reads. ``whole``: the
+    tensor of the input ``data`` for the global batch; it is returned unchanged if the input has no batch dim.
     """
     if data.batch_dim is None:
         return whole
@@ -129,10 +126,9 @@ def _select_rank_rows(data: InputData, whole: Tensor, share: BatchShare) -> Tens
 
 
 class BatchEntries:
-    """The entries of ``batch``, one batch for ``program``, by their path in the call of the model.
-
-    Positional and keyword arguments have the same path: the first argument of ``forward(x, mask=None)`` is ``x`` in a
-    tuple and in a dict.
+    """The entries of ``batch``, one batch for ``program``, by their path in the call of the model. Positional and
+    keyword arguments have the same path: the first argument of ``forward(x, mask=None)`` is ``x`` in a tuple and in a
+    dict.
     """
 
     def __init__(self, program: Program, batch: Any) -> None:
@@ -152,7 +148,7 @@ class BatchEntries:
             )
 
     def resolve_argument_path(self, path: str) -> str:
-        """Return ``path`` with the position of a positional argument replaced by the argument's name: ``0.key`` becomes
+        """Return ``path`` with the index of a positional argument replaced by the argument's name: ``0.key`` becomes
         ``x.key``.
         """
         first, dot, rest = path.partition(".")
@@ -163,10 +159,9 @@ class BatchEntries:
 
     def check_fixed(self, whole: bool) -> None:
         """Raise :class:`BatchError` if an entry of the batch that the plan's program does not read, such as a flag,
-        differs from its value when the plan was made. Raise it, too, if numbers of the batch would lead the model's
-        ``forward`` to another branch than the planned one.
-
-        ``whole``: also check the entries that the batch leaves out; their value is the default in ``forward``.
+        differs from its value when the plan was made, or if numbers of the batch would lead the model's ``forward`` to
+        another branch than the planned one. ``whole``: if true, also check the entries that the batch leaves out, whose
+        value is the default in ``forward``.
         """
         for path, leaf in self.leaves.items():
             if path not in self.inputs:
@@ -177,7 +172,7 @@ class BatchEntries:
         self._check_guards()
 
     def _check_entry(self, path: str, leaf: Any) -> None:
-        """Raise :class:`BatchError` if ``leaf``, the entry at ``path`` that the plan's program does not read, is not
+        """Raise :class:`BatchError` if ``leaf``, the entry at ``path``, which the plan's program does not read, is not
         the planned value.
         """
         planned = self.fixed.get(path) or self._find_argument_default(path)
@@ -190,8 +185,8 @@ class BatchEntries:
             )
 
     def _check_absent(self, path: str, planned: PlainValue) -> None:
-        """Raise :class:`BatchError` if the default of the argument at ``path``, which the batch leaves out, is not the
-        ``planned`` value.
+        """Raise :class:`BatchError` if ``planned``, the planned value of the argument at ``path``, which the batch
+        leaves out, is not the argument's default.
         """
         default = self._find_argument_default(path)
         if default != planned:
@@ -202,13 +197,13 @@ class BatchEntries:
             )
 
     def _find_argument_default(self, path: str) -> PlainValue | None:
-        """Return the default of the argument at ``path``; ``None`` if it has none, or one that is not a bool, number,
-        string or ``None``.
+        """Return the default of the argument at ``path``; ``None`` if the argument has no default, or one that is not a
+        bool, number, string or ``None``.
         """
         return next((a.default for a in self.signature.arguments or () if a.name == path), None)
 
     def _explain_unknown_input(self, path: str, leaf: Any) -> str:
-        """Return the error text for the entry ``leaf`` at ``path`` that the plan's program does not read."""
+        """Return the error text for the entry ``leaf`` at ``path``, which the plan's program does not read."""
         first = path.partition(".")[0]
         if first in self.fixed or self._find_argument_default(first) is not None:
             planned = self.fixed.get(first) or self._find_argument_default(first)
@@ -228,8 +223,8 @@ class BatchEntries:
         )
 
     def _check_guards(self) -> None:
-        """Raise :class:`BatchError` if the numbers of the batch lead ``forward`` to another branch than the one that
-        was planned.
+        """Raise :class:`BatchError` if the numbers of the batch lead ``forward`` to another branch than the planned
+        one.
         """
         if not self.signature.guards:
             return
@@ -248,11 +243,10 @@ class BatchEntries:
     # -- entries that the program reads
 
     def check_entry(self, data: InputData, share: BatchShare | None = None) -> Tensor:
-        """Return the tensor of the batch for the input ``data``, checked and converted to the planned type.
-
-        ``share``: the part of the batch that a rank reads, if the tensor must have only these rows (samples); ``None``:
-        it must have all rows. Raise :class:`BatchError` if the input is missing, or has another shape or another class
-        of type (floating-point, complex, integer or boolean) than planned.
+        """Return the tensor of the batch for the input ``data``, checked and converted to the planned dtype. ``share``:
+        if given, the tensor must have only the rows (samples) of this part of the global batch; ``None``: it must have
+        all rows. Raise :class:`BatchError` if the input is missing, or has another shape or another class of dtype
+        (floating-point, complex, integer or boolean) than planned.
         """
         expected, dim = data.shape, data.batch_dim
         if share is not None and dim is not None:
@@ -280,8 +274,8 @@ class BatchEntries:
         return tensor.resolve_conj().resolve_neg()
 
     def _get_default(self, place: str, data: InputData) -> Any:
-        """Return the default that ``forward`` has for the input ``data``, which is a Python number and which the batch
-        leaves out; ``None`` if it has no default. ``place``: the input's path in the batch.
+        """Return the default in ``forward`` of the input ``data``, if the input is a Python number with a default;
+        otherwise ``None``. ``place``: the input's path in the batch.
         """
         default = self._find_argument_default(place)
         return None if data.number is None or default is None else default.value
@@ -289,9 +283,8 @@ class BatchEntries:
 
 def _number_tensor(data: InputData, value: Any) -> Any:
     """Return ``value``, a Python number or a 0-dimensional tensor, as the 0-dimensional tensor that the plan's program
-    reads for the input ``data``.
-
-    Raise :class:`BatchError` if it is neither, or has a fraction where the plan has an integer.
+    reads for the input ``data``. Raise :class:`BatchError` if ``value`` is neither, or is a float where the plan has an
+    integer.
     """
     whole, real = type(value) is int, type(value) is float
     if isinstance(value, Tensor) and value.dim() == 0:
@@ -329,8 +322,8 @@ def _describe_tensor(dtype: str, shape: tuple[int, ...]) -> str:
 
 
 def _suggest_shape_fix(data: InputData, shape: tuple[int, ...]) -> str:
-    """Return advice for an error message, as text: what the user can do if the input ``data`` of a global batch has
-    ``shape`` instead of the planned shape.
+    """Return advice for an error message: what the user can do if the input ``data`` of a global batch has ``shape``
+    instead of the planned shape.
     """
     dim = data.batch_dim
     if dim is not None and len(shape) == len(data.shape):
@@ -348,8 +341,8 @@ def _suggest_shape_fix(data: InputData, shape: tuple[int, ...]) -> str:
 
 
 def _suggest_local_fix(data: InputData, shape: tuple[int, ...], share: BatchShare) -> str:
-    """Return advice for an error message, as text: what the user can do if this rank's part of the input ``data`` has
-    ``shape`` instead of the expected shape. ``share``: the part of a batch that the rank reads.
+    """Return advice for an error message: what the user can do if this rank's part of the input ``data`` has ``shape``
+    instead of the expected shape. ``share``: the part of a batch that the rank reads.
     """
     if data.batch_dim is None:
         return "this input is not split over ranks, also with local=True: pass all of it on every rank that reads it"

@@ -1,10 +1,10 @@
 """Check that ranks have not diverged: in the scaling of gradients, in replicas of parameters, and in their batches.
 
-A rank holds a part of the gradients. ``torch.nn.utils.clip_grad_norm_`` would compute the norm of that part alone and
+A rank holds a part of the gradients. ``torch.nn.utils.clip_grad_norm_`` would compute the norm of only this part, and
 scale by a different factor on every rank. Replicas would then diverge silently, and parameters that only one rank has
 would learn at a different rate. Any other change that a script makes to the parameters of one rank has a similar
-effect. Ranks that compute one result from different samples learn nothing. If the global batch differs between ranks,
-each rank takes its part of its own batch, and the other samples are lost.
+effect. If ranks that compute one result together read different samples, the result is meaningless. If the global batch
+differs between ranks, each rank takes its part of its own batch, and the other samples are lost.
 
 All three checks run before the second, third, fifth, ninth step and so on; the check of batches also runs before the
 first step. A check reads the parameters and a batch once and all-reduces a few numbers over all ranks.
@@ -28,7 +28,7 @@ from partitioner.runtime.program.mesh import subtract_axes
 from partitioner.runtime.program.program import RankProgram
 from partitioner.runtime.state.disk_offload import release_pages
 
-EVERY = 1024  # steps between checks, once powers of two are farther apart
+EVERY = 1024  # maximum number of steps between checks; before, checks follow steps whose number is a power of two
 
 _PROBES = 8  # number of gradients that are probed
 _SAME, _OTHER = 1e-4, 1e-3  # relative differences: rounding stays below the first, different factors exceed the second
@@ -36,7 +36,7 @@ _MASK = (1 << 62) - 1
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SKETCH = 16
 _CHUNK = 1 << 20  # numbers of a batch that are hashed at a time
-_MAX_DISTANCE = 1e-3  # distance of replicas over the norm; kernels with a non-deterministic order of sums stay below it
+_MAX_DISTANCE = 1e-3  # tolerated distance of replicas / norm, for kernels with a non-deterministic order of sums
 
 _GLOBAL = (
     "expected the same global batch, in the same order, on all ranks, because each rank takes its own part "
@@ -53,10 +53,9 @@ _Kind = tuple[tuple[str, ...], tuple[int, ...]]
 
 
 class _GradientProbe(NamedTuple):
-    """The element of a gradient with the largest magnitude, right after backward. Comparing the same element later with
-    its value here gives the factor by which the training script has scaled the gradient, such as by clipping it.
-
-    ``gradient``: the gradient, flat. ``place``: index of the element. ``value``: a copy of the element after backward.
+    """The element of a gradient with the largest magnitude, copied right after backward. A later comparison of the same
+    element with the copy gives the factor by which the training script has scaled the gradient, such as by clipping.
+    ``gradient``: the gradient, flat. ``place``: index of the element. ``value``: the copy of the element.
     """
 
     gradient: Tensor
@@ -66,11 +65,9 @@ class _GradientProbe(NamedTuple):
 
 class ConsistencyChecks:
     """Checks at regular intervals of steps that the ranks are consistent: that replicas of parameters are equal, that
-    the training script scaled the gradients of all ranks by the same factor (such as by clipping them), and that all
-    ranks were given the same batch. Every rank has one.
-
-    ``parameters``: name -> this rank's parameter, as optimizers update it. ``gradients``: name -> gradient that
-    optimizers read. ``communicator``: connects this rank with the others.
+    the training script scaled the gradients of all ranks by the same factor (such as by clipping), and that all ranks
+    got the same batch. Every rank has one instance. ``parameters``: name -> this rank's parameter, as optimizers update
+    it. ``gradients``: name -> gradient that optimizers read. ``communicator``: connects this rank with the others.
     """
 
     def __init__(
@@ -92,14 +89,14 @@ class ConsistencyChecks:
         self._probes: list[_GradientProbe] = []
 
     def before_step(self, batch: Any, local: bool, rank: RankProgram | None = None) -> None:
-        """Run the checks that are due before this step; each is due at regular intervals of steps. The checks compare
-        ranks: replicas of parameters must be equal, the training script must have scaled the gradients of all ranks by
-        the same factor (such as by clipping them), and ranks must have been given the same batch. All ranks call this.
+        """Run the checks that are due before this step: that replicas of parameters are equal, that the training script
+        scaled the gradients of all ranks by the same factor (such as by clipping), and that ranks got the same batch.
+        All ranks call this.
 
-        ``batch``: the batch of the step. ``local``: whether it has only this rank's samples; otherwise it is the global
-        batch. ``rank``: the program of the step; ``None``: the first program of the plan. Raise :class:`AgreementError`
-        or, for batches, :class:`BatchError` on all ranks. Raise :class:`LaunchError` if the script enables gradients of
-        parameters that were frozen when the plan was made.
+        ``batch``: the batch of the step. ``local``: if true, it has only this rank's samples; otherwise it is the
+        global batch. ``rank``: the program of the step; ``None``: the first program of the plan. Raise
+        :class:`AgreementError` or, for batches, :class:`BatchError` on all ranks. Raise :class:`LaunchError` if the
+        script enables gradients of parameters that were frozen when the plan was made.
         """
         thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
         if thawed:
@@ -113,11 +110,10 @@ class ConsistencyChecks:
             self._check_batch(batch, local, rank or self.rank)
 
     def before_run(self, name: str, batch: Any, local: bool, rank: RankProgram) -> None:
-        """Check, before the plan's further program called ``name`` (such as an evaluation) runs for the first time,
-        that ranks were given the same batch. All ranks call this.
-
-        ``local``: whether ``batch`` has only this rank's samples. ``rank``: this rank's part of that program. Raise
-        :class:`BatchError` on all ranks.
+        """Check that ranks got the same batch, before the plan's further program called ``name`` (such as an
+        evaluation) runs for the first time. All ranks call this. ``local``: whether ``batch`` has only this rank's
+        samples; otherwise it is the global batch. ``rank``: this rank's part of that program. Raise :class:`BatchError`
+        on all ranks.
         """
         if name not in self._ran and rank.program.world_size > 1:
             self._check_batch(batch, local, rank)
@@ -128,19 +124,15 @@ class ConsistencyChecks:
         self._probes = list(self._probe_gradients()) if self.active and self._is_time(self._steps) else []
 
     def drop_probes(self) -> None:
-        """Drop the copies of some gradient elements that were made right after backward. Comparing gradients with these
-        copies before the next step gives the factor by which the training script has scaled them, such as by clipping.
-
-        This is called when gradients change in another way, so that the comparison would be wrong: when a checkpoint
-        is loaded, and by ``zero_grad``.
+        """Drop the copies of gradient elements that were made after backward to detect scaling by the training script,
+        such as clipping. Call this when gradients change in another way: when a checkpoint is loaded, and in
+        ``zero_grad``.
         """
         self._probes = []
 
     def check(self) -> None:
-        """Check now that the training script scaled the gradients of all ranks by the same factor, such as by clipping
-        them, and that replicas of parameters are equal. All ranks call this.
-
-        Raise :class:`AgreementError` on all of them.
+        """Check now that the training script scaled the gradients of all ranks by the same factor, such as by clipping,
+        and that replicas of parameters are equal. All ranks call this. Raise :class:`AgreementError` on all ranks.
         """
         self._check_scaling()
         self._check_replicas()
@@ -150,11 +142,9 @@ class ConsistencyChecks:
         return steps > 0 and (steps & (steps - 1) == 0 if steps < EVERY else steps % EVERY == 0)
 
     def _probe_gradients(self) -> Iterator[_GradientProbe]:
-        """Yield, for a sample of this rank's gradients, the position and a copy of the element with the largest
-        magnitude.
-
-        This is done right after backward. Comparing the same elements with these copies before the next step gives the
-        factor by which the training script has scaled the gradients, such as by clipping them.
+        """Yield, for some of this rank's gradients, the position and a copy of the element with the largest magnitude,
+        right after backward. A later comparison with the copies gives the factor by which the training script has
+        scaled the gradients, such as by clipping.
         """
         held = [g for g in self._gradients.values() if g.numel()]
         for gradient in held[:: max(1, len(held) // _PROBES)][:_PROBES]:
@@ -163,10 +153,9 @@ class ConsistencyChecks:
             yield _GradientProbe(flat, place, flat[place].clone())
 
     def _check_scaling(self) -> None:
-        """Raise :class:`AgreementError` if ranks scaled their gradients by different factors, as happens if each of
-        them clips by the norm of its own part of the gradients.
-
-        Only warn if some ranks scaled by one factor and the others did not scale. All ranks call this.
+        """Raise :class:`AgreementError` if ranks scaled their gradients by different factors, as happens if each rank
+        clips by the norm of its own part of the gradients. Only warn if some ranks scaled by one factor and the others
+        did not scale. All ranks call this.
         """
         factor = self._measure_scale_factor()
         told = torch.zeros(self.rank.program.world_size, 2, dtype=torch.float64, device=self.communicator.device)
@@ -200,9 +189,8 @@ class ConsistencyChecks:
 
     def _measure_scale_factor(self) -> float | None:
         """Return the factor by which the training script has multiplied all of this rank's gradients since backward,
-        such as by clipping them. It is measured on a few elements that were copied right after backward.
-
-        Return ``None`` if they have no common factor, or if no elements were copied.
+        such as by clipping; ``None`` if the gradients have no common factor. The factor is measured on a few elements
+        that were copied right after backward. If no elements were copied, return ``None``.
         """
         ratios = [
             float(gradient[place]) / float(value) for gradient, place, value in self._probes if torch.is_nonzero(value)
@@ -230,17 +218,17 @@ class ConsistencyChecks:
             self._report_replica_difference(order, first, kinds)
 
     def _check_batch(self, batch: Any, local: bool, rank: RankProgram) -> None:
-        """Raise :class:`BatchError` if ranks were given different samples. All ranks call this.
+        """Raise :class:`BatchError` if ranks got different samples. All ranks call this.
 
-        ``batch``: this rank's batch. ``local``: whether it has only this rank's samples. If not, all ranks must have
-        the same global batch; if so, all ranks with the same ``dp`` coordinate that read an input must have the same
-        samples of it. ``rank``: this rank's part of the program that reads the batch.
+        ``batch``: this rank's batch. ``local``: if true, the batch has only this rank's samples, and all ranks with the
+        same ``dp`` coordinate that read an input must have the same samples of it; otherwise all ranks must have the
+        same global batch. ``rank``: this rank's part of the program that reads the batch.
         """
         program, share = rank.program, get_share(rank)
         paths = [data.path for data in program.inputs]
         if local:
             values, at = convert_rank_batch(program, share, batch, True), self.rank.coordinates["dp"]
-        else:  # behind those of all places
+        else:  # coordinate -1: stored behind the numbers of all dp coordinates
             values, at = convert_batch(program, batch), -1
         given = {paths.index(d.path): _hash_in_order(values[d.value]) for d in program.inputs if d.value in values}
         count = program.size("dp")
@@ -266,12 +254,11 @@ class ConsistencyChecks:
         )
 
     def _report_replica_difference(self, order: int, first: int, kinds: list[_Kind]) -> None:
-        """Find the parameter and the ranks whose replicas differ, and raise :class:`AgreementError`. All ranks call
-        this.
-
-        Only warn if the difference is so small that a different order of sums explains it. ``kinds``: pairs (mesh axes
-        along which ranks hold equal shards, stages that share the parameter). ``order``: index in ``kinds`` of the kind
-        of replication for which a difference was detected. ``first``: lowest rank of the group of replicas.
+        """Find the parameter and the ranks whose replicas differ, and raise :class:`AgreementError`. Only warn if the
+        difference is so small that a different order of sums explains it. All ranks call this. ``kinds``: pairs (mesh
+        axes along which ranks hold equal shards, pipeline stages that share the parameter). ``order``: index in
+        ``kinds`` of the kind of replication for which a difference was detected. ``first``: lowest rank of the group of
+        replicas.
         """
         kind, program = kinds[order], self.rank.program
         mine = self._group_parameters_by_kind(kinds).get(kind, []) if self._find_first_holder(kind) == first else []
@@ -310,18 +297,14 @@ class ConsistencyChecks:
 
     def _list_replica_kinds(self) -> list[_Kind]:
         """Return the distinct ways in which the trained parameters are replicated, sorted; the list is equal on all
-        ranks.
-
-        Each is a pair: the mesh axes along which ranks hold equal shards of a parameter, and the pipeline stages that
-        share it because it is tied (empty if only one stage has it).
+        ranks. Each is a pair: the mesh axes along which ranks hold equal shards of a parameter, and the pipeline stages
+        that share the parameter because it is tied (empty if only one stage has it).
         """
         return sorted({self._find_replica_kind(n) for n, s in self.rank.program.states.items() if s.requires_grad})
 
     def _find_replica_kind(self, name: str) -> _Kind:
-        """Return the mesh axes along which ranks hold equal shards of the parameter ``name``, and the pipeline stages
-        that have the parameter (several for a tied one).
-
-        The stages are empty if only one stage has the parameter.
+        """Return two tuples: the mesh axes along which ranks hold equal shards of the parameter called ``name``, and
+        the pipeline stages that share the parameter because it is tied (empty if only one stage has it).
         """
         state = self.rank.program.states[name]
         experts = Layout.parse(state.expert_layout).is_shard
@@ -331,11 +314,9 @@ class ConsistencyChecks:
         return subtract_axes(alike, state.zero_axes), tuple(sorted(state.stages)) if len(state.stages) > 1 else ()
 
     def _group_parameters_by_kind(self, kinds: list[_Kind]) -> dict[_Kind, list[str]]:
-        """Return kind of replication -> names of this rank's trained parameters of this kind, in the order of
-        ``kinds``.
-
-        A kind is a pair: the mesh axes along which ranks hold equal shards, and the pipeline stages that share the
-        parameter (empty if only one stage has it).
+        """Return the names of this rank's trained parameters by kind of replication, in the order of ``kinds``. A kind
+        is a pair: the mesh axes along which ranks hold equal shards, and the pipeline stages that share the parameter
+        (empty if only one stage has it).
         """
         found: dict[_Kind, list[str]] = {}
         for name in sorted(self._parameters):
@@ -344,9 +325,8 @@ class ConsistencyChecks:
 
     def _find_first_holder(self, kind: _Kind) -> int:
         """Return the lowest rank that holds the same shards as this rank, for parameters with the kind of replication
-        ``kind``.
-
-        ``kind``: the mesh axes along which ranks hold equal shards, and the pipeline stages that share the parameters.
+        ``kind``: a pair of the mesh axes along which ranks hold equal shards, and the pipeline stages that share the
+        parameters.
         """
         axes, stages = kind
         first = min(self.rank.group(*axes))
@@ -360,11 +340,9 @@ class ConsistencyChecks:
         return get_world_group(self.communicator, self.rank.program.world_size).all_reduce(numbers).wait()
 
     def _find_extremes(self, numbers: Mapping[int, int], length: int) -> tuple[Tensor, Tensor]:
-        """Return, for each of ``length`` positions, the maximum and the minimum of the numbers that ranks have at this
-        position, as two int64 tensors of ``length`` elements. All ranks call this. Where no rank has a number, both
-        results have the same value.
-
-        ``numbers``: position -> number of this rank, for the positions at which it has one.
+        """Return the maximum and the minimum over all ranks of the numbers at each of ``length`` positions, as two
+        int64 tensors of ``length`` elements. If no rank has a number at a position, both have the same value there.
+        ``numbers``: position -> number of this rank. All ranks call this.
         """
         bounds = torch.full((2, length), -_MASK - 1, dtype=torch.int64, device=self.communicator.device)
         for place, number in numbers.items():
@@ -375,7 +353,9 @@ class ConsistencyChecks:
 
 
 def _hash_tensors(tensors: Iterator[Tensor] | list[Tensor]) -> int:
-    """Return a hash of the bits of ``tensors``. Their order matters, the order of elements in a tensor does not."""
+    """Return a hash of the bits of ``tensors``. The order of the tensors matters; the order of elements in a tensor
+    does not.
+    """
     found = 0
     for tensor in tensors:
         data = tensor.detach().contiguous().reshape(-1)
@@ -398,11 +378,10 @@ def _hash_in_order(tensor: Tensor) -> int:
 
 
 def _sketch_tensor(tensor: Tensor) -> Tensor:
-    """Return a vector of 18 numbers: a 1, which says that a rank has the tensor, the norm of ``tensor``, and 16 sums of
-    its elements with random signs.
-
-    Ranks exchange such short vectors to estimate how much their tensors differ. The signs are equal on all ranks. The
-    expected mean square difference between the sums of two tensors is the square of the tensors' distance.
+    """Return a vector of 18 numbers: 1, which marks that a rank has the tensor; the norm of ``tensor``; and 16 sums of
+    its elements with random signs. The signs are equal on all ranks. Ranks exchange these vectors to estimate how much
+    their tensors differ: the expected mean square difference between the sums of two tensors is the square of the
+    tensors' distance.
     """
     data = tensor.detach().cpu().double().reshape(-1)
     generator = torch.Generator().manual_seed(0)

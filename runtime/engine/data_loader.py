@@ -38,9 +38,8 @@ class Samples(Protocol):
 
 
 class SampleOrder:
-    """The endless order in which samples are read: epoch after epoch, each with its own permutation if ``shuffle``.
-
-    It stores the permutation of one epoch in memory, or of two if a range of samples crosses their border: 8 bytes per
+    """The endless order in which samples are read, epoch after epoch. If ``shuffle`` is true, each epoch has its own
+    permutation, of which one is stored in memory, or two if a range of samples crosses an epoch's end: 8 bytes per
     sample.
 
         >>> SampleOrder(5, seed=0, shuffle=False).get_indices(range(3, 8))
@@ -54,8 +53,8 @@ class SampleOrder:
         self._epochs: dict[int, NDArray[np.int64]] = {}
 
     def get_indices(self, places: range) -> list[int]:
-        """Return the dataset indices of the samples at consecutive positions ``places``, counted from 0 at the start of
-        the first epoch.
+        """Return the dataset indices of the samples at the consecutive positions ``places``, counted from 0 at the
+        start of the first epoch.
         """
         epochs = range(places.start // self.num_samples, -(-places.stop // self.num_samples)) if places else range(0)
         self._epochs = {e: self._order_epoch(e) for e in epochs} or self._epochs
@@ -67,7 +66,7 @@ class SampleOrder:
             return self._epochs[epoch]
         if not self.shuffle:
             return np.arange(self.num_samples)
-        # of both numbers: torch's generator takes 32 bits, and seed + epoch would be another seed's next epoch
+        # seeded with both numbers: torch's generator takes 32 bits, and seed + epoch would equal another seed's epoch
         return np.random.default_rng((self.seed, epoch)).permutation(self.num_samples)
 
 
@@ -75,28 +74,29 @@ class Loader:
     """An iterator of this rank's parts of global batches, for ``engine.step(batch, local=True)``.
 
     Args:
-        dataset: all samples, the same on all ranks. Either it has ``__len__`` and ``__getitem__``; then only the
-            samples that this rank reads are requested, and a pipeline stage that reads no inputs gets empty batches. Or
+        dataset: all samples, the same on all ranks. If it has ``__len__`` and ``__getitem__``, only the samples that
+            this rank reads are requested, and a pipeline stage that does not read inputs gets empty batches. Otherwise
             it is a stream (an ``IterableDataset``), each iteration of which returns the same samples in the same order;
-            then this rank reads all of it and keeps its own samples, and a resumed run reads the earlier samples again.
+            this rank reads all of it and keeps its own samples, and a resumed run reads the earlier samples again.
         engine: the engine, which determines the samples that this rank reads, and the size of a global batch.
         seed: seed of the order of samples; not negative.
         shuffle: whether every epoch has its own random order, instead of the dataset's; on by default. Streams keep
             their own order.
         epochs: number of epochs, after which the loader ends, without an incomplete last batch; ``None``: it never
-            ends. At the start of an epoch, ``set_epoch`` of a stream is called with its number, if the stream has it.
+            ends. At the start of an epoch, ``set_epoch`` of a stream is called with the epoch's number, if the stream
+            has this method.
         collate: function that makes a batch of a list of samples; torch's ``default_collate`` by default.
         num_workers: number of processes that load ahead; 0: this process loads when a batch is requested. At most one
             process reads a stream.
-        batch_size: number of samples in a global batch, if the planned inputs do not say.
+        batch_size: number of samples in a global batch, if it cannot be derived from the planned inputs.
 
     The state (``state_dict``, for ``Checkpoints(extra={"data": loader})``) is the number of samples in the batches that
     the loader has returned. Samples that workers have loaded ahead do not count. Random augmentations should be seeded
     by the sample's index, because the state of a worker's generator is lost.
 
-    Raise :class:`BatchError` if the dataset has no sample or no whole batch, or cannot be read in either way; if the
-    size of the batch is not known, or is not divisible over ``dp``; and if a loop is started after the loader has
-    ended.
+    Raise :class:`BatchError` if the dataset has no sample or no whole batch, or can neither be indexed nor iterated
+    over; if the size of the batch is not known, or is not divisible over ``dp``; and if a loop is started after the
+    loader has ended.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Loader:
                 "ranks"
                 f"; pass batch_size= a multiple of {self.share.count}"
             )
-        # of a stream the order is the dataset's, and its length perhaps not known
+        # a stream has its own order, and perhaps an unknown length
         self.order = SampleOrder(self.num_samples or 0, seed, not self.is_stream and shuffle is not False)
         if self._has_ended(0):
             raise _make_too_short_error(self)
@@ -138,7 +138,7 @@ class Loader:
         self._pin_memory = engine.device.type == "cuda"
 
     def __iter__(self) -> Self:
-        """Return the loader itself. Raise :class:`BatchError` if it has come to the end of its epochs."""
+        """Return the loader itself. Raise :class:`BatchError` if all epochs have ended."""
         if self._over:
             raise BatchError(
                 f"the loader is at the end of its {self.epochs} epochs, so another loop has no batches: pass the "
@@ -148,9 +148,8 @@ class Loader:
         return self
 
     def __len__(self) -> int:
-        """Return the number of global batches: of all epochs if ``epochs`` was given, else of one epoch, rounded up.
-
-        It does not depend on the position. Raise :class:`TypeError` for a stream of unknown length.
+        """Return the number of global batches: of all epochs if ``epochs`` was given, otherwise of one epoch, rounded
+        up. The number does not depend on the position. Raise :class:`TypeError` for a stream of unknown length.
         """
         if self.num_samples is None:
             raise TypeError("len() of a loader of a stream whose length is not known: give its dataset a __len__")
@@ -159,13 +158,13 @@ class Loader:
         return self.epochs * self.num_samples // self.batch_size
 
     def __next__(self) -> Any:
-        """Return this rank's part of the next global batch; an empty dict if the rank reads no inputs."""
+        """Return this rank's part of the next global batch; an empty dict if the rank does not read inputs."""
         ends_by_itself = self.epochs is not None and self.num_samples is None
         if self._has_ended(self.samples):
             self._over = True
             raise StopIteration
         batch: Any = {}
-        if self.share.paths or ends_by_itself:  # whoever reads nothing has to read where a stream ends
+        if self.share.paths or ends_by_itself:  # all ranks must read a stream of unknown length, to find its end
             if self._ahead is None:
                 self._ahead = iter(self._make_data_loader())
             try:
@@ -188,9 +187,8 @@ class Loader:
         return self.samples // self.num_samples
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's position and its settings of the order, as a dict of numbers.
-
-        It is equal on all ranks and does not depend on the number of ranks.
+        """Return the loader's position and its settings of the order, as a dict of numbers, which is equal on all ranks
+        and does not depend on the number of ranks.
         """
         return {
             "samples": self.samples,
@@ -201,7 +199,7 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the position ``state``, a result of :meth:`state_dict`. Raise :class:`CheckpointError` if the dataset
-        has another length.
+        has another length, or if ``state`` is of a shuffled dataset and the dataset is a stream.
         """
         if state["of"] != self.num_samples:
             before, here = (
@@ -237,8 +235,8 @@ class Loader:
         return at + self.batch_size > self.epochs * self.num_samples
 
     def _make_data_loader(self) -> DataLoader[Any]:
-        """Return a torch ``DataLoader`` that yields this rank's part of each global batch, from the current position in
-        the order of samples on.
+        """Return a torch ``DataLoader`` that yields this rank's part of each global batch, from the current position
+        on.
         """
         options: dict[str, Any] = {
             "num_workers": self._num_workers,
@@ -260,12 +258,12 @@ class Loader:
 
 
 class StreamBatches(IterableDataset[Any]):
-    """This rank's part of each global batch of a stream, which is read from its start.
-
-    ``length``: samples of one epoch; ``None``: unknown. ``batch_size``: samples of a global batch. ``rows``: which of
-    them this rank reads. ``epochs``: number of epochs; ``None``: no end. ``start``: samples to skip first. ``collate``:
-    makes a batch of a list of samples. Raise :class:`BatchError` if the stream returns no samples, or another number of
-    samples than ``length``."""
+    """This rank's part of each global batch of a stream, which is read from its start. ``length``: samples of one
+    epoch; ``None``: unknown. ``batch_size``: samples of a global batch. ``rows``: positions in a global batch of the
+    samples that this rank reads. ``epochs``: number of epochs; ``None``: no end. ``start``: number of samples to skip
+    first. ``collate``: function that makes a batch of a list of samples. Raise :class:`BatchError` if the stream
+    returns no samples, or another number of samples than ``length``.
+    """
 
     def __init__(
         self,
@@ -286,7 +284,7 @@ class StreamBatches(IterableDataset[Any]):
         self.collate = collate
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's part of each global batch; an empty dict if the rank reads no samples of it. An incomplete
+        """Yield this rank's part of each global batch; an empty dict if the rank does not read samples. An incomplete
         last batch is dropped.
         """
         samples = self._iterate_samples()
@@ -301,9 +299,8 @@ class StreamBatches(IterableDataset[Any]):
             yield self.collate(kept) if kept else {}
 
     def _iterate_samples(self) -> Iterator[Any]:
-        """Yield all samples of all epochs, after the first ``start`` ones.
-
-        Raise :class:`BatchError` if an epoch has no samples, or another number than the stream's length.
+        """Yield the samples of all epochs, except the first ``start`` ones. Raise :class:`BatchError` if an epoch has
+        no samples, or another number than the stream's length.
         """
         first, skipped = divmod(self.start, self.length) if self.length else (0, self.start)
         for epoch in itertools.count(first) if self.epochs is None else range(first, self.epochs):
@@ -332,7 +329,7 @@ class StreamBatches(IterableDataset[Any]):
 
 
 class _OwnBatchSampler:
-    """A torch batch sampler that yields lists of dataset indices: this rank's samples of each batch, from the loader's
+    """A torch batch sampler that yields the dataset indices of this rank's samples of each batch, from the loader's
     position on.
     """
 
@@ -356,8 +353,8 @@ def _count_samples(dataset: Any) -> int | None:
 
 
 def _is_stream(dataset: Any) -> bool:
-    """Return whether ``dataset`` is iterated over rather than indexed. Raise :class:`BatchError` if neither is
-    possible.
+    """Return ``True`` if ``dataset`` is iterated over, and ``False`` if it is indexed. Raise :class:`BatchError` if
+    neither is possible.
     """
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):
@@ -388,8 +385,8 @@ def _is_stream(dataset: Any) -> bool:
 
 
 def _check_stream(shuffle: bool | None, num_workers: int) -> None:
-    """Raise :class:`BatchError` for options that a stream does not support: ``shuffle``, or ``num_workers`` (processes
-    that load data) above 1.
+    """Raise :class:`BatchError` for options that a stream does not support: ``shuffle``, or more than one of
+    ``num_workers`` (processes that load data).
     """
     if shuffle:
         raise BatchError(
@@ -415,9 +412,7 @@ def _make_too_short_error(loader: Loader) -> BatchError:
 
 def _get_global_batch(engine: Engine) -> int:
     """Return the number of samples in a global batch, from the first input of the engine's program that is split over
-    samples.
-
-    Raise :class:`BatchError` if there is no such input.
+    samples. Raise :class:`BatchError` if there is no such input.
     """
     _, samples = count_tokens_and_samples(engine.program)
     if not samples:

@@ -18,17 +18,16 @@ from partitioner.runtime.program.program import Program, RankProgram
 from partitioner.runtime.state.disk_offload import FOLDER, Disk
 from partitioner.runtime.state.parameters import count_disk_bytes
 
-_MAX_GAP_BYTES = 512  # bytes between what one parameter has on disk, at most
+_MAX_GAP_BYTES = 512  # maximum alignment padding per parameter on disk
 
 
 def create_default_communicator(
     program: Program, device: torch.device | str | None, placement: tuple[int, ...]
 ) -> Communicator:
-    """Return the communicator of torch's default process group; without a process group, one for a program of one rank.
-
-    ``device``: of this rank; ``None``: chosen by the process group. ``placement``: device number of each rank in the
-    plan; empty: process ``i`` runs rank ``i``. Raise :class:`LaunchError` if the number of processes differs from the
-    program's number of ranks. ``program``: the program of all ranks.
+    """Return the communicator of torch's default process group; without a process group, one for a single rank.
+    ``program``: the program of all ranks. ``device``: device of this rank; ``None``: chosen by the process group.
+    ``placement``: for each rank, the index of its device in the plan's topology; empty: process ``i`` runs rank ``i``.
+    Raise :class:`LaunchError` if the number of processes differs from the program's number of ranks.
     """
     if not dist.is_initialized():
         if program.world_size > 1:
@@ -53,7 +52,7 @@ def _format_mesh(program: Program) -> str:
 
 
 def choose_default_device() -> torch.device:
-    """Return the GPU of this process if torch's default process group supports GPUs and one is available, else the
+    """Return the GPU of this process if torch's default process group supports GPUs and one is available; otherwise the
     CPU.
     """
     if dist.is_initialized() and torch.cuda.is_available():
@@ -64,9 +63,8 @@ def choose_default_device() -> torch.device:
 
 
 def select_local_gpu() -> torch.device:
-    """Return the GPU of this process, chosen by its rank on the node, and make it the current device.
-
-    Raise :class:`LaunchError` if the node has no GPU for this rank.
+    """Return the GPU of this process, chosen by its local rank on the node, and make it the current device. Raise
+    :class:`LaunchError` if the node has no GPU for this rank.
     """
     count = torch.cuda.device_count()
     if "LOCAL_RANK" in os.environ:
@@ -84,7 +82,9 @@ def select_local_gpu() -> torch.device:
 
 
 def resolve_device(device: torch.device | str) -> torch.device:
-    """Return ``device`` as a ``torch.device``. A GPU gets an index, and becomes the current device of the process."""
+    """Return ``device`` as a ``torch.device``. A GPU without an index gets one, and becomes the current device of the
+    process.
+    """
     device = torch.device(device)
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -94,20 +94,17 @@ def resolve_device(device: torch.device | str) -> torch.device:
 
 
 def make_one_step_folder() -> str:
-    """Return the folder for disk files that are needed for one step only.
-
-    That is the environment variable ``PARTITION_OFFLOAD_FOLDER``, or the system's temporary folder.
+    """Return the folder for disk files that are needed for only one step: the environment variable
+    ``PARTITION_OFFLOAD_FOLDER`` or, if it is not set, the system's temporary folder.
     """
     return os.environ.get(FOLDER) or tempfile.gettempdir()
 
 
 def create_disk(rank: RankProgram, plan: Any, folder: str | Path | None) -> Disk | None:
-    """Return the disk storage for a rank's optimizer states, as large as ``plan`` estimates; ``None`` if nothing is
-    kept on disk.
-
-    ``plan``: a plan or the path of its file. ``folder``: where the files are; ``None``: the environment variable
-    ``PARTITION_OFFLOAD_FOLDER``. Raise :class:`OffloadError` if no folder is given, or if the folder has too little
-    space. ``rank``: the program of this rank.
+    """Return the disk storage for a rank's optimizer states, as large as ``plan`` estimates; ``None`` if the plan does
+    not offload to disk. ``rank``: the program of this rank. ``plan``: a plan or the path of its file. ``folder``:
+    folder of the storage's files; ``None``: the environment variable ``PARTITION_OFFLOAD_FOLDER``. Raise
+    :class:`OffloadError` if no folder is given, or if the folder has too little space.
     """
     if "disk" not in rank.program.offload:
         return None

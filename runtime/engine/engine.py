@@ -74,25 +74,28 @@ class Engine:
     Args:
         plan: a plan, a :class:`Program`, or the path of a plan's JSON file.
         weights: a module, a dict of tensors by name, or the path of a safetensors file or folder, of which this rank
-            reads its own slices; ``None``: small random values, and buffers as the model had them when it was planned
-            (then :meth:`load` a checkpoint, or train from scratch).
-        device: of this rank; by default the local rank's GPU under NCCL, the CPU otherwise.
-        seed: seed of the model's random operators; the same seed gives the same masks under every plan.
-        keep_outputs: collect the model's results of each step in :attr:`outputs`.
+            reads only its own slices; ``None``: small random values, and buffers as the model had them when it was
+            planned (then :meth:`load` a checkpoint, or train from scratch).
+        device: device of this rank; by default the local rank's GPU under NCCL, the CPU otherwise.
+        seed: seed of the model's random operators; the same seed gives the same dropout masks under every plan.
+        keep_outputs: whether to collect the model's results of each step in :attr:`outputs`.
         loss_scale: a factor that prevents gradients in float16 from underflowing: ``dynamic`` (adapted after each
-            step), a fixed number, ``None`` (no factor), or ``auto``: dynamic if parameters in float16 are trained, else
-            no factor. Gradients are returned unscaled.
-        offload_folder: folder for the optimizer states of a plan that keeps them on disk, see :meth:`on_disk`: on a
-            disk of this node, one for all ranks or one for each; by default the environment variable
+            step), a fixed number, ``None`` (no factor), or ``auto``: dynamic if parameters in float16 are trained,
+            otherwise no factor. Gradients are returned unscaled.
+        offload_folder: folder on a disk of this node, for the optimizer states of a plan that keeps them on disk (see
+            :meth:`on_disk`). Ranks may share one folder. By default the environment variable
             ``PARTITION_OFFLOAD_FOLDER``.
-        compile: compile the operators between collectives: with Inductor (``True``; operator by operator where it
-            cannot work), or by ``torch.compile`` with another of torch's backends by its name; ``False``: compile
-            nothing, and record nothing unless ``execution`` says so.
+        compile: whether to compile the operators between collectives. ``True``: with Inductor, or operator by operator
+            where Inductor cannot work; a string: by ``torch.compile`` with the backend of this name; ``False``: do not
+            compile or record, unless ``execution`` says so; ``None``: as ``execution`` says.
         execution: how instructions are executed: ``eager``, operator by operator; ``compiled``, like ``compile=True``;
-            ``graph``: one step is recorded and replayed afterwards, on a GPU as CUDA graphs of compiled parts;
-            ``None``: ``compiled`` or ``eager`` as ``compile`` says; if that is ``None``, too, as the plan's constraints
-            say, and if they say nothing, ``compiled`` on a GPU and ``eager`` on a CPU.
-            :attr:`execution_report` says what could not be recorded, and why.
+            ``graph``: one step is recorded and replayed afterwards, on a GPU as CUDA graphs of compiled parts
+            (:attr:`execution_report` says which parts could not be recorded, and why). ``None``: ``compiled`` or
+            ``eager`` as ``compile`` says. If ``compile`` is ``None``, too: as the plan's constraints say; without such
+            a constraint, ``compiled`` on a GPU and ``eager`` on a CPU.
+        communicator: connects this rank with the others; by default torch's default process group.
+        library: graphs of the program's blocks, which engines of several ranks in one process can share; by default a
+            new library.
 
     Attributes:
         steps: number of batches since the start of training, one per call of :meth:`step`, accumulated or not;
@@ -113,8 +116,8 @@ class Engine:
     plan that offloads the optimizer, :meth:`parameters` are in host memory, where an ordinary torch optimizer updates
     them.
 
-    Raises :class:`LaunchError` if the process group does not fit the program, :class:`OffloadError` if there is no
-    folder, or too little space in it, for states on disk, and :class:`WeightsError` if the weights do not match the
+    Raises :class:`LaunchError` if the process group does not fit the program, :class:`OffloadError` if states are on
+    disk and there is no folder or too little space in it, and :class:`WeightsError` if the weights do not match the
     plan. All are raised before any communication.
     """
 
@@ -157,7 +160,7 @@ class Engine:
         copier = HostCopier(self.device)
         self._masters = MasterParameters(self.rank_program, source, self.device, copier, self._disk)
         self._shards = self._masters.shards
-        if isinstance(source, FileWeights) and source is not weights:  # the caller's own stays open: others may read it
+        if isinstance(source, FileWeights) and source is not weights:  # the caller closes its own
             source.close()
         mine = self.rank_program
         prepare_programs(family, communicator)
@@ -198,59 +201,61 @@ class Engine:
 
     @property
     def outputs(self) -> dict[str, dict[int, Tensor]]:
-        """Return this rank's part of the model's results in the last step, as value name -> microbatch -> tensor.
-
-        Empty unless the engine was made, or :meth:`run` was called, with ``keep_outputs``.
+        """Return this rank's part of the model's results in the last step or run, as value name -> microbatch ->
+        tensor. Empty unless the engine was created, or :meth:`run` was called, with ``keep_outputs``.
         """
         return self.latest_outputs.trim()
 
     @property
     def latest_outputs(self) -> RunOutputs:
-        """Return this rank's results of the last :meth:`step` or :meth:`run`, with padded samples and positions, and
-        the program that has computed them.
+        """Return this rank's results of the last :meth:`step` or :meth:`run`, still with padded samples and positions,
+        and the program that computed them.
         """
         executor, padding, real = self._latest
         return RunOutputs(executor.rank, executor.outputs, padding, real)
 
     @property
     def execution_report(self) -> dict[str, ReplayReport]:
-        """Return how the steps of each program run on this rank under ``execution="graph"``, as name of the program
-        (empty for the first) -> report; empty under another execution.
+        """Return how the steps of each program run on this rank under ``execution="graph"``, as a dict: name of the
+        program (empty for the first) -> report. The dict is empty under another execution.
         """
         executors = {"": self._executor, **self._further.created}
         return {name: made.replay.report for name, made in executors.items() if made.replay is not None}
 
     @property
     def loss(self) -> Tensor | None:
-        """Return the loss of the last global batch; ``None`` before the first step or without a loss.
-
-        It has no autograd graph: ``backward`` on it raises :class:`BackwardError`.
+        """Return the loss of the last global batch; ``None`` before the first step or without a loss. The loss does not
+        have an autograd graph: ``backward`` on it raises :class:`BackwardError`.
         """
         return self._loss
 
     @property
     def overflowed(self) -> bool:
-        """Return whether the scaled gradients of the last step overflowed float16.
-
-        If so, parameters have no gradients, and the optimizer skips the step.
+        """Return whether the scaled gradients of the last step overflowed float16. If they did, parameters have no
+        gradients, and the optimizer skips the step.
         """
         return self._scale is not None and self._scale.overflowed
 
     @typed_errors("Engine.step()", passing=is_rank_error)
     def step(self, batch: Any, *, local: bool = False, accumulate: bool = False, weight: float = 1.0) -> Tensor | None:
-        """Run forward and backward on a global batch; gradients are then reduced over all ranks. All ranks call this.
-
-        ``batch`` is the whole global batch, the same on all ranks. If the plan has programs for several shapes
-        (``shapes=``), the fastest by estimate that the batch fits runs; a smaller batch is padded without changing the
-        result. With ``local``, each rank passes only its :attr:`share` of the batch (as :class:`partitioner.Loader`
-        does): ``[batch / dp, ...]`` for an input ``[batch, ...]``, or ``{}`` if it reads no inputs; the batch then has
-        the largest shape. The gradients of this batch replace those of the last step. With ``accumulate`` they are
-        added to those of earlier batches, unless ``zero_grad`` has cleared these; if the gradients of one batch
-        overflowed, the sum is lost (:attr:`overflowed`).
+        """Run forward and backward on a global batch, and reduce the gradients over all ranks. All ranks call this.
 
         Each batch adds ``weight`` times the gradients of its loss to the sum. With ``weight=1 / k`` in each of ``k``
         batches the sum is the mean over the batches. If the loss is a mean over targets (such as tokens), whose number
-        differs, ``weight=n / N``, with ``n`` targets in this batch and ``N`` in all, gives the mean over all.
+        differs between batches, ``weight=n / N``, with ``n`` targets in this batch and ``N`` in all batches, gives the
+        mean over all targets.
+
+        Args:
+            batch: the whole global batch, the same on all ranks. If the plan has programs for several shapes
+                (``shapes=``), the batch runs in the program with the least estimated time among those whose shape it
+                fits; a smaller batch is padded, which does not change the result.
+            local: if true, ``batch`` has only this rank's :attr:`share` of the global batch (as
+                :class:`partitioner.Loader` returns it): ``[batch / dp, ...]`` for an input ``[batch, ...]``, or ``{}``
+                if this rank does not read inputs. The global batch then has the largest shape.
+            accumulate: if true, the gradients are added to those of earlier batches, unless ``zero_grad`` has cleared
+                these; otherwise they replace the gradients of the last step. If the gradients of one batch overflow,
+                the sum is lost (:attr:`overflowed`).
+            weight: factor of the gradients of this batch.
 
         Returns the loss of the whole batch, a 0-dimensional tensor without an autograd graph, the same on all ranks,
         not multiplied by ``weight``; ``None`` if the program has no loss.
@@ -321,15 +326,15 @@ class Engine:
 
     @typed_errors("Engine.run()", passing=is_rank_error)
     def run(self, name: str, batch: Any, *, local: bool = False, keep_outputs: bool | None = None) -> Tensor | None:
-        """Run the plan's further program ``name``, such as an evaluation, on a global batch. All ranks call this.
+        """Run the plan's further program called ``name``, such as an evaluation, on a global batch. All ranks call
+        this.
 
-        The program reads the weights that :meth:`step` trains, as they are now. It changes no parameter, gradient,
-        optimizer state or buffer, none of :attr:`steps`, and no random numbers of later steps. ``batch``: the whole
-        global batch, the same on all ranks or, with ``local``, this rank's :attr:`share` of it. ``keep_outputs``:
+        The program reads the current weights of :meth:`step`. It does not change parameters, gradients, optimizer
+        states, buffers, :attr:`steps`, or the random numbers of later steps. ``batch``: the whole global batch, the
+        same on all ranks; if ``local`` is true, only this rank's :attr:`share` of it. ``keep_outputs``: whether to
         collect the results of this run in :attr:`outputs`; ``None``: as the engine's argument of this name says.
 
-        Returns the loss of the whole batch, the same on all ranks; ``None`` if the program has no loss. The results are
-        in :attr:`outputs`.
+        Returns the loss of the whole batch, the same on all ranks; ``None`` if the program has no loss.
 
         Raises :class:`LaunchError` if the plan has no such program, :class:`BatchError` if the batch does not match it,
         and :class:`InstructionError` if an instruction fails.
@@ -368,23 +373,25 @@ class Engine:
         and the decoder generates tokens from its result. All ranks call this with the same arguments, and get the same
         result.
 
-        Generation reads the weights that :meth:`step` trains, as they are now. It changes no parameter, gradient,
-        optimizer state or buffer, none of :attr:`steps`, and no random numbers of later steps.
+        Generation reads the current weights of :meth:`step`. It does not change parameters, gradients, optimizer
+        states, buffers, :attr:`steps`, or the random numbers of later steps.
 
         Args:
-            input_ids: integers ``[batch, positions]``: at most as many samples as planned. A model with an encoder
-                reads them with the encoder.
-            max_new_tokens: number of tokens to generate for each sample, if none ends before.
+            input_ids: prompts, integers ``[batch, positions]``, with at most as many samples as planned. If the model
+                has an encoder, the encoder reads them.
+            max_new_tokens: maximum number of tokens to generate for each sample.
             attention_mask: ``[batch, positions]``: 0 at padding of shorter prompts, 1 elsewhere; ``None``: there is no
-                padding. Padding is on the left, or with an encoder anywhere.
-            do_sample: draw each token from the model's distribution; otherwise the most probable one is taken.
+                padding. Padding must be on the left; if the model has an encoder, it may be anywhere.
+            do_sample: if true, draw each token from the model's distribution; otherwise take the most probable one.
             temperature: a number above 0 that divides the logits before a token is drawn.
             top_k: draw from this number of the most probable tokens; ``None``: from all.
             top_p: draw from the smallest set of the most probable tokens whose probabilities sum to at least this
                 number; ``None``: from all.
-            eos_token_id: the token, or several, after which a sample ends; ``None``: none ends.
-            pad_token_id: the token that follows the end of a sample; ``None``: the first of ``eos_token_id``, or 0.
-            seed: of the drawn tokens; ``None``: another one in each call.
+            eos_token_id: the token, or several tokens, after which a sample ends; ``None``: samples end only after
+                ``max_new_tokens``.
+            pad_token_id: the token that fills the positions after the end of a sample; ``None``: the first of
+                ``eos_token_id``, or 0.
+            seed: seed of the drawn tokens; ``None``: a different seed in each call.
             program: name of the generation, if the plan has several.
 
         Returns the prompts followed by the new tokens, ``[batch, positions + new]``, where ``new`` is at most
@@ -413,9 +420,9 @@ class Engine:
         return torch.cat([before, made], 1)
 
     def _run_further(self, name: str, values: Mapping[str, Tensor]) -> Executor:
-        """Run the further program of the plan that is called ``name``, such as an evaluation, on this rank. Return the
-        executor that ran the program, which has its loss and outputs. ``values``: name of an input tensor in the
-        program -> this rank's part of it.
+        """Run the further program of the plan called ``name``, such as an evaluation, on this rank. Return the executor
+        that ran the program, which has its loss and outputs. ``values``: name of an input tensor in the program -> this
+        rank's part of the tensor.
         """
         executor = self._further.executor(name)
         with allow_tf32_products(executor.program, self.device):
@@ -437,7 +444,7 @@ class Engine:
             )
 
     def _begin_run(self) -> None:
-        """Prepare to run a program: set the seed of random operators for this step, and copy the values that the
+        """Prepare to run a program: set the seed of random operators for this step, and copy the parameters that the
         optimizer updates, such as float32 copies, to the parameters with which the rank computes.
         """
         with torch.no_grad():
@@ -455,19 +462,19 @@ class Engine:
         float16 are represented by float32 copies.
 
         Under tensor and expert parallelism a parameter is sharded along its dims. Under ZeRO that shard is flattened
-        and divided, and the parameter has this rank's elements only, of shape ``[elements]``, possibly none. An
-        optimizer that computes each element by itself (SGD, Adam, AdamW, Lion, RMSprop) gives the same result as for
-        the whole parameter. An optimizer that reads a whole parameter, its rows or its norm (Muon, Shampoo, Adafactor,
-        LAMB) would give another result: before its first step it is tried on small tensors, and refused with
-        :class:`OptimizerError` if its updates of shards differ from those of whole tensors. It is accepted if the plan
-        shards none of its parameters. Under pipeline parallelism, an optimizer that reads all parameters at once
-        (LBFGS, SAM) is refused as well. :meth:`trust_optimizer` skips the trial.
+        and divided, and the parameter has only this rank's elements, of shape ``[elements]``, possibly none. An
+        optimizer that updates each element independently of the others (SGD, Adam, AdamW, Lion, RMSprop) gives the same
+        result as for the whole parameter. An optimizer that reads a whole parameter, its rows or its norm (Muon,
+        Shampoo, Adafactor, LAMB) would give another result. Therefore each optimizer is tried on small tensors before
+        its first step, and refused with :class:`OptimizerError` if its updates of shards differ from those of whole
+        tensors. It is accepted if the plan shards none of its parameters. Under pipeline parallelism, an optimizer that
+        reads all parameters at once (LBFGS, SAM) is refused as well. :meth:`trust_optimizer` skips the trial.
 
-        A parameter frozen by ``requires_grad_(False)`` has no gradient from then on; freeze it on all ranks or none. A
-        parameter that was frozen when the plan was made cannot be trained under it.
+        A parameter frozen by ``requires_grad_(False)`` gets no gradient from then on; freeze it on all ranks or none. A
+        parameter that was frozen when the plan was made cannot be trained under the plan.
 
-        If a rank of a training plan has no trainable parameter, the last one is an empty parameter, because torch
-        optimizers refuse an empty list.
+        If a rank of a training plan has no trainable parameter, the last yielded parameter is an empty one, because
+        torch optimizers refuse an empty list.
         """
         yield from self._parameters.values()
         if self._nothing is not None:
@@ -475,20 +482,17 @@ class Engine:
 
     def trust_optimizer(self, optimizer: AnOptimizer) -> AnOptimizer:
         """Accept ``optimizer`` without trying it on small tensors before its first step (see :meth:`parameters`), and
-        return it.
-
-        The caller vouches that its updates of this rank's shards are as intended. All ranks call it.
+        return it. The caller is responsible for correct updates of this rank's shards. All ranks call this.
         """
         self._optimizers.trust(optimizer)
         return optimizer
 
     @typed_errors("Engine.on_disk()", passing=is_rank_error)
     def on_disk(self, optimizer: AnOptimizer) -> AnOptimizer:
-        """Move the states of ``optimizer`` to disk if the plan keeps them there, and return ``optimizer``. Call this
-        before its first step, and before creating a learning-rate scheduler.
-
-        ``optimizer``: an optimizer of :meth:`parameters`. Raises :class:`OffloadError` if the optimizer does not update
-        each parameter by itself.
+        """If the plan keeps optimizer states on disk, move the states of ``optimizer`` there; return ``optimizer``.
+        Call this before its first step, and before creating a learning-rate scheduler. ``optimizer``: an optimizer of
+        :meth:`parameters`. Raises :class:`OffloadError` if the optimizer does not update each parameter independently
+        of the others.
         """
         if self._disk is not None:
             keep_on_disk(optimizer, self._disk, self._saver.wait_until_copied)
@@ -497,29 +501,30 @@ class Engine:
     @typed_errors("Engine.dtensors()", passing=is_rank_error)
     def dtensors(self, *, strict: bool = True) -> dict[str, DTensor]:
         """Return the parameters of :meth:`named_parameters` by name, as DTensors of the whole tensors, for torch's own
-        tools.
+        tools. The DTensors share the parameters' memory and have the current gradients in ``grad``. All ranks call
+        this.
 
-        They share the parameters' memory and have the current gradients in ``grad``. All ranks call this. Raises
-        :class:`DTensorError` on all ranks if a DTensor cannot express a layout; without ``strict`` these parameters are
-        left out. Raises :class:`LaunchError` if no device mesh of all ranks can be made.
+        If a DTensor cannot express the layout of a parameter and ``strict`` is true, raises :class:`DTensorError` on
+        all ranks; if ``strict`` is false, the parameter is left out. Raises :class:`LaunchError` if no device mesh of
+        all ranks can be created.
         """
         return self._get_state_views(strict).view_parameters(self._parameters)
 
     @typed_errors("Engine.optimizer_dtensors()", passing=is_rank_error)
     def optimizer_dtensors(self, optimizer: torch.optim.Optimizer, *, strict: bool = True) -> dict[str, dict[str, Any]]:
-        """Return the states of ``optimizer``, as parameter name -> state name -> DTensor of the whole tensor.
+        """Return the states of ``optimizer``, as parameter name -> state name -> DTensor of the whole tensor. States
+        without the parameter's shape (step counts) are returned unchanged. All ranks call this.
 
-        States without the parameter's shape (step counts) are returned as they are. All ranks call this. Raises
-        :class:`DTensorError` on all ranks if a DTensor cannot express a layout; without ``strict`` these parameters are
-        left out. Raises :class:`CheckpointError` if the optimizer has other parameters than the engine, and
-        :class:`LaunchError` if no device mesh of all ranks can be made.
+        If a DTensor cannot express the layout of a parameter and ``strict`` is true, raises :class:`DTensorError` on
+        all ranks; if ``strict`` is false, the parameter is left out. Raises :class:`CheckpointError` if the optimizer
+        has other parameters than the engine, and :class:`LaunchError` if no device mesh of all ranks can be created.
         """
         return self._get_state_views(strict).view_optimizer(self._parameters, optimizer)
 
     def _get_state_views(self, strict: bool) -> DTensorViews:
-        """Return the object that makes DTensors of this rank's parameters, made at the first call. All ranks call this.
-
-        ``strict``: raise :class:`DTensorError` if a DTensor cannot express the layout of some parameter.
+        """Return the object that creates DTensors of this rank's parameters; it is created at the first call. All ranks
+        call this. ``strict``: whether to raise :class:`DTensorError` if a DTensor cannot express the layout of some
+        parameter.
         """
         from partitioner.runtime.engine.export import (  # its imports from torch are slow, and few callers need them
             DTensorViews,
@@ -549,18 +554,17 @@ class Engine:
         """Scale the gradients so that their 2-norm over the whole model is at most ``max_norm``. Returns the norm
         before scaling. All ranks call this.
 
-        Use it instead of ``torch.nn.utils.clip_grad_norm_``, which reads this rank's part only; a later :meth:`step`
-        detects that and raises :class:`AgreementError`. Raises :class:`LaunchError` if ``max_norm`` is negative or no
-        number.
+        Use this instead of ``torch.nn.utils.clip_grad_norm_``, which reads only this rank's part of the gradients; a
+        later :meth:`step` detects such clipping and raises :class:`AgreementError`. Raises :class:`LaunchError` if
+        ``max_norm`` is negative or not a number.
         """
         return norms.clip_gradients_(self.rank_program, self._gradients, self.communicator, max_norm)
 
     @typed_errors("Engine.state_dict()", passing=is_rank_error)
     def state_dict(self, *, full: bool = False) -> dict[str, Tensor]:
-        """Return this rank's shards of parameters and buffers by name.
-
-        With ``full``, all ranks call this, and the first process gets every whole tensor, on the CPU, under all of its
-        names; the other processes get an empty dict.
+        """Return this rank's shards of parameters and buffers by name. If ``full`` is true, all ranks call this, and
+        the first process gets every whole tensor, on the CPU, under all of the tensor's names; the other processes get
+        an empty dict.
         """
         shards = self._masters.current()
         if full:
@@ -570,9 +574,8 @@ class Engine:
     @typed_errors("Engine.export_weights()", passing=is_rank_error)
     def export_weights(self, directory: str | Path) -> None:
         """Write the whole weights to the folder ``directory`` as safetensors files under the model's names, like
-        published models.
-
-        All ranks call it. The folder appears complete or not at all. Other files in an existing folder are kept.
+        published models. All ranks call this. The folder is complete afterwards or, if the export fails, unchanged.
+        Other files in an existing folder are kept.
         """
         export.export_weight_files(Path(directory), self.rank_program, self._masters.current(), self.communicator)
 
@@ -586,19 +589,24 @@ class Engine:
         wait: bool = True,
         then: Callable[[Path], None] | None = None,
     ) -> Saving:
-        """Write a checkpoint that any plan of the model can load to the folder ``directory``. All ranks call it, and
-        see the same file system.
+        """Write a checkpoint, which any plan of the model can load, to the folder ``directory``. All ranks call this,
+        and must see the same file system.
 
-        The folder appears complete or not at all. A checkpoint that it replaces stays until then; other files in that
-        folder are kept. A checkpoint holds the weights, the number of steps, the state of random generators, the state
-        and hyperparameters of ``optimizer``, and the states of the objects in ``extra``. ``optimizer`` is one optimizer
-        or a list of several, in the same order on all ranks, with ``None`` for one that has no parameters on this rank.
-        With ``wait=False`` the state is copied to host memory and written while training continues; the next step of
-        ``optimizer`` waits until the tensors that the step changes are copied. Errors are then raised by the ``wait``
-        method of the returned handle, or by the next save. ``then``: called on the first rank with the folder once it
-        is complete.
+        The folder is complete afterwards or, if the save fails, unchanged. An existing checkpoint in the folder is
+        replaced once the new one is complete; other files in the folder are kept. A checkpoint holds the weights, the
+        number of steps, the state of random generators, the state and hyperparameters of ``optimizer``, and the states
+        of the objects in ``extra``.
 
-        Returns the handle of the save, which tells whether it has ended and can wait for it. Raises
+        Args:
+            optimizer: one optimizer or a list of several, in the same order on all ranks, with ``None`` for one that
+                has no parameters on this rank.
+            extra: further objects to save, by name.
+            wait: if false, the state is copied to host memory and written while training continues; the next step of
+                ``optimizer`` waits until the tensors that the step changes are copied. Errors are then raised by the
+                ``wait`` method of the returned handle, or by the next save.
+            then: function that is called on the first rank with the folder once it is complete.
+
+        Returns the handle of the save, which tells whether the save has ended and can wait for it. Raises
         :class:`CheckpointError` if this save, or the previous one, failed on any rank.
         """
         with self.doing("saving"):
@@ -611,9 +619,8 @@ class Engine:
         self._saver.wait()
 
     def settle_saves(self) -> None:
-        """Wait until the last :meth:`save` is complete, or has failed, on every rank. All ranks call it.
-
-        Raises :class:`CheckpointError` on all ranks if it failed on any.
+        """Wait until the last :meth:`save` is complete, or has failed, on every rank. All ranks call this. Raises
+        :class:`CheckpointError` on all ranks if the save failed on any rank.
         """
         self._saver.settle()
 
@@ -627,14 +634,15 @@ class Engine:
         verify: bool = True,
     ) -> int | None:
         """Load a checkpoint that :meth:`save` wrote under this or another plan, or a safetensors folder. All ranks call
-        it.
+        this. If a save to that folder is in progress, in any engine or process, waits for it.
 
-        ``directory``: a checkpoint, or a folder of checkpoints, of which the latest is loaded. ``optimizer``: the
-        optimizer, or list of optimizers, whose state is restored; ``extra``: further objects to restore, by name.
-        ``verify``: first compare all files with their checksums. If a save to that folder is in progress, in any engine
-        or process, waits for it.
+        Args:
+            directory: a checkpoint, or a folder of checkpoints, of which the latest is loaded.
+            optimizer: the optimizer, or list of optimizers, whose state is restored.
+            extra: further objects to restore, by name.
+            verify: whether to compare all files with their checksums first.
 
-        Returns the loaded step, which :attr:`steps` is set to; ``None`` if the folder has weights only. Raises
+        Returns the loaded step, which becomes :attr:`steps`; ``None`` if the folder has only weights. Raises
         :class:`CheckpointError`, which names the file and the previous checkpoint, if a file is damaged, and
         :class:`WeightsError` if the weights are of another model.
         """
@@ -651,14 +659,16 @@ class Engine:
         return self.steps
 
     def count_optimizer_step(self) -> None:
-        """Count an optimizer step, at most one between two calls of :meth:`step`. :class:`Checkpoints` calls it."""
+        """Count an optimizer step; further calls before the next :meth:`step` are not counted. :class:`Checkpoints`
+        calls this.
+        """
         self.optimizer_steps += int(self._counted_at != self.steps_run)
         self._counted_at = self.steps_run
 
     def doing(self, phase: Phase) -> AbstractContextManager[None]:
-        """Report that this rank is in ``phase`` ("saving", "loading") inside the ``with`` block. The phase is written
-        to the rank's flight record: the files in which a rank records what it does at which time. Do nothing if it has
-        none.
+        """Return a context manager that reports that this rank is in ``phase`` ("saving", "loading"). The phase is
+        written to the rank's flight record: the files in which a rank records what it does at which time. If the rank
+        has no flight record, the context manager does nothing.
         """
         recorder = self._executor.recorder
         return nullcontext() if recorder is None else recorder.phase(phase)

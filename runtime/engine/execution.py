@@ -40,13 +40,14 @@ class ExecutionSetup:
 def choose_execution(
     execution: Execution | None, compile: bool | str | None, device: torch.device, planned: str | None = None
 ) -> ExecutionSetup:
-    """Return how an engine on ``device`` executes instructions.
+    """Return how an engine on ``device`` executes instructions. Raise :class:`LaunchError` for an unknown mode, or if
+    ``execution`` and ``compile`` contradict each other.
 
-    ``execution``: the mode that the user asks for: ``"eager"``, ``"compiled"`` or ``"graph"``; ``None``: as ``compile``
-    says. ``compile``: the user's option: whether to compile, or the name of a backend of ``torch.compile``; ``None``:
-    the mode ``planned``, or if that is ``None``, too, compiled on a GPU and eager on a CPU. ``planned``: the mode that
-    the plan says. Raise :class:`LaunchError` for an unknown mode, or if ``execution`` and ``compile`` contradict each
-    other.
+    Args:
+        execution: the user's mode: ``"eager"``, ``"compiled"`` or ``"graph"``; ``None``: as ``compile`` says.
+        compile: whether to compile, or the name of a backend of ``torch.compile``. If ``execution`` and ``compile`` are
+            ``None``, the mode is ``planned``.
+        planned: the mode in the plan's constraints; ``None``: compiled on a GPU and eager on a CPU.
     """
     asked: str | None = execution
     if asked is None and compile is not None:

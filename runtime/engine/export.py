@@ -1,11 +1,11 @@
 """Export a rank's parameters, as DTensors that share their memory, or as whole tensors in safetensors files.
 
-A DTensor shows torch's own tools the whole tensor of which a rank holds a part. It shares the storage of the parameter
-that an optimizer updates. Its mesh has the axes of the plan over which this stage's ranks are spread, without axes of
-one rank. A layout that a DTensor cannot express exactly is refused, never approximated.
+A DTensor describes to torch's own tools the whole tensor of which a rank holds a part. It shares the storage of the
+parameter that an optimizer updates. Its mesh has the axes of the plan over which this stage's ranks are spread, without
+axes of one rank. A layout that a DTensor cannot express exactly is refused, never approximated.
 
 All ranks take turns to gather and write the whole tensors. The folder has ``model.safetensors.index.json`` and its
-files, readable by every tool that supports sharded safetensors. It is replaced atomically, in the way of a checkpoint
+files, readable by every tool that supports sharded safetensors. The folder is replaced atomically, like a checkpoint
 (``runtime/checkpoint/atomic_folder.py``). All ranks must see the same file system.
 """
 
@@ -39,14 +39,12 @@ from partitioner.runtime.program.program import Program, RankProgram, shard_shap
 from partitioner.runtime.state.parameters import join_pieces, map_model_names, pad_piece
 from partitioner.runtime.state.weights import INDEX, check_storable
 
-_MAX_LISTED = 5  # reasons named in an error
+_MAX_LISTED = 5  # maximum number of reasons named in an error
 
 
 def require_dtensor_views(program: Program) -> None:
     """Raise :class:`DTensorError`, which names the first reasons, unless a DTensor can express every parameter of the
-    model.
-
-    The result is equal on all ranks, because the parameters of all pipeline stages are checked. ``program``: the
+    model. The result is equal on all ranks, because the parameters of all pipeline stages are checked. ``program``: the
     program of all ranks.
     """
     named, reasons = find_placements(program)
@@ -62,10 +60,8 @@ def require_dtensor_views(program: Program) -> None:
 
 
 def find_placements(program: Program) -> tuple[dict[str, list[Placement]], dict[str, str]]:
-    """Return parameter name -> DTensor placements, and parameter name -> reason (text) for those that no DTensor can
-    express.
-
-    ``program``: the program of all ranks.
+    """Return two dicts by parameter name: the DTensor placements, and, for parameters that a DTensor cannot express,
+    the reason as text. ``program``: the program of all ranks.
     """
     named, reasons = {}, {}
     for name, state in program.states.items():
@@ -78,10 +74,9 @@ def find_placements(program: Program) -> tuple[dict[str, list[Placement]], dict[
 
 
 class DTensorViews:
-    """Creates DTensors that share the memory of one rank's parameters. All ranks create it together.
-
+    """Creates DTensors that share the memory of one rank's parameters. All ranks create this object together.
     ``processes``: process number of each rank. ``devices``: types of devices on which parameters may be, such as
-    "cuda". Raise :class:`LaunchError` if no device mesh of all ranks can be made.
+    "cuda". Raise :class:`LaunchError` if no device mesh of all ranks can be created.
     """
 
     def __init__(self, rank: RankProgram, processes: Sequence[int], devices: Iterable[str]) -> None:
@@ -98,8 +93,8 @@ class DTensorViews:
             self._meshes[device, axes] = self._build_device_mesh(device, axes)
 
     def view_parameters(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, DTensor]:
-        """Return name -> DTensor for each of ``parameters`` that a DTensor can express. The ``grad`` of each is a
-        DTensor of the gradient.
+        """Return a dict: name -> DTensor, for each of ``parameters`` that a DTensor can express. The ``grad`` of each
+        DTensor is a DTensor of the gradient.
         """
         found = {name: self.view_tensor(name, parameters[name]) for name in self.placements}
         for name, view in found.items():
@@ -111,11 +106,9 @@ class DTensorViews:
     def view_optimizer(
         self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
     ) -> dict[str, dict[str, Any]]:
-        """Return the states of ``optimizer`` as parameter name -> state name -> DTensor, or the state itself if its
-        shape differs.
-
-        Parameters that no DTensor can express are left out. Raise :class:`CheckpointError` if the optimizer has other
-        parameters than ``parameters``.
+        """Return the states of ``optimizer`` as parameter name -> state name -> DTensor. A state whose shape differs
+        from the parameter's is returned unchanged. Parameters that a DTensor cannot express are left out. Raise
+        :class:`CheckpointError` if the optimizer has other parameters than ``parameters``.
         """
         OptimizerState(optimizer, parameters)
         found: dict[str, dict[str, Any]] = {}
@@ -127,7 +120,9 @@ class DTensorViews:
         return found
 
     def view_tensor(self, name: str, tensor: Tensor) -> DTensor:
-        """Return a DTensor that shares the memory of ``tensor``, which has the layout of the parameter ``name``."""
+        """Return a DTensor that shares the memory of ``tensor``. ``name``: name of a parameter with the layout of
+        ``tensor``.
+        """
         shape = self.program.states[name].shape
         mesh = self._meshes[tensor.device.type, list_device_mesh_axes(self.program, name)]
         own = list(shard_shape(self.program, name))
@@ -144,11 +139,9 @@ class DTensorViews:
         )
 
     def _build_device_mesh(self, device: str, axes: tuple[str, ...]) -> DeviceMesh:
-        """Return the device mesh of this pipeline stage's ranks with the dims ``axes``. All ranks call this, for all
-        stages.
-
-        ``device``: type of device, such as "cuda". Raise :class:`LaunchError` if the order of the processes does not
-        allow it.
+        """Return the device mesh of this pipeline stage's ranks with the dims ``axes``. Ranks of all stages call this
+        together. ``device``: type of device, such as "cuda". Raise :class:`LaunchError` if the processes along an axis
+        are not in ascending order.
         """
         grid = self.program.grid(axes)
         names = ("pp", *axes) if grid.get("pp", 1) > 1 else axes
@@ -166,11 +159,9 @@ class DTensorViews:
 
 
 def list_device_mesh_axes(program: Program, name: str) -> tuple[str, ...]:
-    """Return the mesh axes of the parameter ``name``'s device mesh, outermost first: those with more than one rank,
-    without ``pp``; if all have one rank, the last axis alone.
-
-    Raise :class:`DTensorError` if no mesh has all axes over which the parameter is sharded. ``program``: the program of
-    all ranks.
+    """Return the mesh axes of the device mesh of the parameter called ``name``, outermost first: those with more than
+    one rank, except ``pp``; if there are none, only the last axis. Raise :class:`DTensorError` if no mesh has all axes
+    over which the parameter is sharded. ``program``: the program of all ranks.
     """
     axes = {axis for axis, _ in _list_cuts(program, name)} | {*program.states[name].zero_axes}
     try:
@@ -181,9 +172,9 @@ def list_device_mesh_axes(program: Program, name: str) -> tuple[str, ...]:
 
 
 def list_placements(program: Program, name: str) -> list[Placement]:
-    """Return the DTensor placement of the parameter ``name`` on each axis of its device mesh, in the order of the axes.
-
-    Raise :class:`DTensorError` if no placements express the layout. ``program``: the program of all ranks.
+    """Return the DTensor placement of the parameter called ``name`` for each axis of its device mesh, in the order of
+    the axes. Raise :class:`DTensorError` if placements cannot express the layout. ``program``: the program of all
+    ranks.
     """
     state, axes = program.states[name], list_device_mesh_axes(program, name)
     found: dict[str, Placement] = {axis: Replicate() for axis in axes}
@@ -210,11 +201,9 @@ def list_placements(program: Program, name: str) -> list[Placement]:
 
 
 def _list_cuts(program: Program, name: str) -> list[tuple[str, Layout]]:
-    """Return how the parameter ``name`` is sharded, without ZeRO, as pairs (mesh axis, layout) in the order in which it
-    is cut.
-
-    Raise :class:`DTensorError` if no device mesh of the program's ranks contains all of these mesh axes. ``program``:
-    the program of all ranks.
+    """Return how the parameter called ``name`` is sharded, without ZeRO, as pairs (mesh axis, layout) in the order of
+    the cuts. Raise :class:`DTensorError` if no device mesh of the program's ranks contains all of these mesh axes.
+    ``program``: the program of all ranks.
     """
     state = program.states[name]
     experts, tensors = Layout.parse(state.expert_layout), Layout.parse(state.layout)
@@ -227,7 +216,7 @@ def _list_cuts(program: Program, name: str) -> list[tuple[str, Layout]]:
 
 
 def _check_world(program: Program) -> None:
-    """Raise :class:`LaunchError` unless torch's default process group has exactly the ranks of ``program``."""
+    """Raise :class:`LaunchError` unless torch's default process group has as many ranks as ``program``."""
     if not dist.is_initialized() or dist.get_world_size() != program.world_size:
         there = f"one of {dist.get_world_size()}" if dist.is_initialized() else "none"
         raise LaunchError(
@@ -236,18 +225,16 @@ def _check_world(program: Program) -> None:
         )
 
 
-OWN = r"model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json"  # what an export writes and replaces
+OWN = r"model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json"  # files that an export writes and replaces
 
 _WEIGHTS = r".*\.(safetensors|bin)(\.index\.json)?"
-FILE_BYTES = 2 << 30  # of a file, so that no rank holds more than this of other ranks' shards
+FILE_BYTES = 2 << 30  # maximum bytes of a file, which bounds the memory for other ranks' shards
 
 
 @dataclass(frozen=True)
 class ExportFile:
-    """One safetensors file of an export of weights.
-
-    ``states``: names of the parameters and buffers in it. ``stage``: index of the pipeline stage that has all of them.
-    ``number``: number of the file, from 0.
+    """One safetensors file of an export of weights. ``states``: names of the parameters and buffers in it. ``stage``:
+    index of the pipeline stage that has all of these. ``number``: number of the file, from 0.
     """
 
     stage: int
@@ -261,12 +248,11 @@ class ExportFile:
 def export_weight_files(
     directory: Path, rank: RankProgram, shards: Mapping[str, Tensor], communicator: Communicator
 ) -> None:
-    """Write the whole weights as safetensors files to the folder ``directory``. All ranks call this.
-
-    The folder is complete afterwards, or unchanged. ``shards``: name -> this rank's shard. Raise, before anything is
-    written, :class:`CheckpointError` if rank 0 cannot write the folder or it has other weights, and
-    :class:`WeightsError` for a type that safetensors does not support. ``communicator``: connects this rank with the
-    others. ``rank``: the program of this rank.
+    """Write the whole weights as safetensors files to the folder ``directory``. All ranks call this. The folder is
+    complete afterwards or, if the export fails, unchanged. ``rank``: the program of this rank. ``shards``: name -> this
+    rank's shard. ``communicator``: connects this rank with the others. Raise, before anything is written,
+    :class:`CheckpointError` if rank 0 cannot write the folder or the folder has other weights, and
+    :class:`WeightsError` for a dtype that safetensors does not support.
     """
     for name in list_weight_states(rank.program):
         check_storable(name, dtype_of(rank.program.states[name].dtype))
@@ -293,9 +279,7 @@ def export_weight_files(
 
 
 def _check_foreign_weights(folder: Path) -> None:
-    """Raise :class:`CheckpointError` if the folder ``folder`` has weights that tools would read instead of the exported
-    ones.
-    """
+    """Raise :class:`CheckpointError` if ``folder`` has weights that tools would read instead of the exported ones."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     others = [name for name in names if re.fullmatch(_WEIGHTS, name) and not re.fullmatch(OWN, name)]
     if others:
@@ -307,10 +291,8 @@ def _check_foreign_weights(folder: Path) -> None:
 
 def gather_all(rank: RankProgram, shards: Mapping[str, Tensor], communicator: Communicator) -> dict[str, Tensor]:
     """Return all whole parameters and buffers of the program, by name, on the CPU of the first process; other processes
-    get an empty dict.
-
-    All ranks call this. ``shards``: name -> this rank's shard. ``communicator``: connects this rank with the others.
-    ``rank``: the program of this rank.
+    get an empty dict. All ranks call this. ``rank``: the program of this rank. ``shards``: name -> this rank's shard.
+    ``communicator``: connects this rank with the others.
     """
     everyone = communicator.group(rank.group("pp", "tp"))
     whole: dict[str, Tensor] = {}
@@ -318,7 +300,7 @@ def gather_all(rank: RankProgram, shards: Mapping[str, Tensor], communicator: Co
     apart = any(rank.coordinates[axis] != home[axis] for axis in ("dp", "cp"))
     for name in list_weight_states(rank.program):
         data = rank.program.states[name]
-        if apart:  # takes part where its experts, or its pieces, are asked for
+        if apart:  # this rank contributes only its experts or its ZeRO pieces
             held = data.zero_axes or Layout.parse(data.expert_layout).is_shard
             if rank.stage_index == min(data.stages) and held:
                 _gather_weight(name, shards[name], rank, communicator)
@@ -338,9 +320,8 @@ def gather_all(rank: RankProgram, shards: Mapping[str, Tensor], communicator: Co
 
 
 def assign_export_files(program: Program) -> list[ExportFile]:
-    """Return which parameters and buffers each safetensors file of an export has. The result is equal on all ranks.
-
-    ``program``: the program of all ranks.
+    """Return the safetensors files of an export, each with the names of its parameters and buffers. The result is equal
+    on all ranks. ``program``: the program of all ranks.
     """
     chunks: list[ExportFile] = []
     for stage in range(len(program.stages)):
@@ -361,10 +342,9 @@ def assign_export_files(program: Program) -> list[ExportFile]:
 
 
 def _is_chunk_writer(chunk: ExportFile, rank: RankProgram) -> bool | None:
-    """Return whether this rank writes the file ``chunk``; ``None`` if it does not even take part in gathering the
-    file's tensors.
-
-    The ranks of a pipeline stage write the files in turn. ``rank``: the program of this rank.
+    """Return ``True`` if this rank writes the file ``chunk``, ``False`` if it only takes part in gathering the file's
+    tensors, and ``None`` if it does neither. The ranks of a pipeline stage write the files in turn. ``rank``: the
+    program of this rank.
     """
     dp, tp = rank.program.mesh.get("dp", 1), rank.program.mesh.get("tp", 1)
     if rank.program.size("ep") > 1 or rank.program.zero:  # the parts are on ranks of any dp and tp
@@ -384,10 +364,9 @@ def _write_chunk(
     communicator: Communicator,
     is_writer: bool,
 ) -> None:
-    """Gather the tensors ``names`` from the ranks that hold parts of them and, if ``is_writer`` is true on this rank,
-    write them to ``file``. ``shards``: name -> this rank's shard. ``communicator``: connects this rank with the others.
-
-    ``rank``: the program of this rank.
+    """Gather the tensors ``names`` from the ranks that hold parts of them; if ``is_writer`` is true on this rank, write
+    them to ``file``. ``shards``: name -> this rank's shard. ``rank``: the program of this rank. ``communicator``:
+    connects this rank with the others.
     """
     content: dict[str, Tensor] = {}
     for name in names:
@@ -401,10 +380,9 @@ def _write_chunk(
 
 
 def _gather_weight(name: str, shard: Tensor, rank: RankProgram, communicator: Communicator) -> Tensor:
-    """Return the whole tensor of the parameter or buffer ``name``, gathered from the ranks that hold parts of it.
-
-    ``shard``: this rank's part: a shard over ``tp`` and ``ep``, or a ZeRO piece of it. ``communicator``: connects this
-    rank with the others. ``rank``: the program of this rank.
+    """Return the whole tensor of the parameter or buffer called ``name``, gathered from the ranks that hold parts of
+    it. ``shard``: this rank's part: a shard over ``tp`` and ``ep``, or a ZeRO piece of this shard. ``rank``: the
+    program of this rank. ``communicator``: connects this rank with the others.
     """
     data = rank.program.states[name]
     if data.zero_axes:
@@ -420,10 +398,8 @@ def _gather_weight(name: str, shard: Tensor, rank: RankProgram, communicator: Co
 
 
 def _write_index(folder: Path, chunks: list[ExportFile], program: Program) -> None:
-    """Write the index file of an export of weights into ``folder``. It says in which safetensors file each weight is.
-    ``chunks``: the files of the export.
-
-    ``program``: the program of all ranks.
+    """Write the index file of an export of weights into ``folder``. The file says in which safetensors file each weight
+    is. ``chunks``: the files of the export. ``program``: the program of all ranks.
     """
     held_in = {state: chunk.format_file_name("model", len(chunks)) for chunk in chunks for state in chunk.states}
     states = [program.states[s] for s in held_in]

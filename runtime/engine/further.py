@@ -1,8 +1,9 @@
 """Run the further programs of a plan, such as an evaluation, on the tensors of one engine, without copies of
 parameters.
 
-An executor has instructions, and tensors of its own only for a run. Parameters and buffers are the engine's. Programs
-that train add to the engine's gradients; programs that evaluate have none. Constants belong to each program.
+An executor has instructions, and has its own tensors only during a run. Parameters and buffers are the engine's.
+Programs that train add to the engine's gradients; programs that evaluate have no gradients. Each program has its own
+constants.
 """
 
 from __future__ import annotations
@@ -34,11 +35,10 @@ from partitioner.runtime.state.sharded_parameters import ShardedParameters
 
 @dataclass
 class EngineState:
-    """The tensors of one rank that all programs of a plan (for training steps, and for evaluation) use together.
-
-    ``shards``: name -> this rank's shard of a parameter or buffer. ``gradients``: holds the gradients of the
-    parameters. ``sharded``: manages the parameters that ZeRO divides. ``host_parameters``: manages the parameters in
-    host memory."""
+    """The tensors of one rank that all programs of a plan (for training steps, and for evaluation) share. ``shards``:
+    name -> this rank's shard of a parameter or buffer. ``gradients``: holds the gradients of the parameters.
+    ``sharded``: manages the parameters that ZeRO divides. ``host_parameters``: manages the parameters in host memory.
+    """
 
     shards: Mapping[str, Tensor]
     gradients: RankGradients
@@ -48,8 +48,9 @@ class EngineState:
 
 class LatestRun(NamedTuple):
     """The last run of a program on an engine. ``executor``: the object that ran the program (the training step, or a
-    further one of the plan, such as an evaluation). ``padding``: how the batches of this program are padded; ``None``:
-    not at all. ``real``: the shape of the batch before it was padded; ``None``: it was not padded."""
+    further program of the plan, such as an evaluation). ``padding``: the planned padding of this program's batches;
+    ``None``: they are not padded. ``real``: the shape of the batch before padding; ``None``: it was not padded.
+    """
 
     executor: Executor
     padding: BatchPadding | None = None
@@ -58,10 +59,10 @@ class LatestRun(NamedTuple):
 
 @dataclass
 class FurtherExecutors:
-    """The objects that execute, on one rank, the further programs of a plan, such as an evaluation. Each is created at
-    its first use. ``family``: all programs of the plan. ``communicator``: connects this rank with the others.
-    ``state``: the tensors that all programs use together, such as parameters. ``setup``: whether instructions run
-    eagerly, compiled or replayed. ``keep_outputs``: whether these objects collect the model's results.
+    """The executors on one rank of the further programs of a plan, such as an evaluation. Each is created at its first
+    use. ``family``: all programs of the plan. ``communicator``: connects this rank with the others. ``state``: the
+    tensors that all programs share, such as parameters. ``setup``: whether instructions run eagerly, compiled or
+    replayed. ``keep_outputs``: whether the executors collect the model's results.
     """
 
     family: ProgramFamily
@@ -73,23 +74,22 @@ class FurtherExecutors:
 
     @property
     def created(self) -> dict[str, Executor]:
-        """Return the objects that execute the further programs of the plan (such as an evaluation) that were used so
-        far, as name of the program -> executor.
+        """Return the executors of the further programs of the plan (such as an evaluation) that were used so far, by
+        name of the program.
         """
         return {name: executor for (name, _), executor in self._made.items()}
 
     @cached_property
     def seed(self) -> Tensor:
-        """Return the tensor with the seed that random operators of all programs of the plan (training, evaluation and
-        so on) read."""
+        """Return the tensor with the seed of random operators, which all programs of the plan (training, evaluation and
+        so on) read.
+        """
         return self.state.shards.get(SEED, torch.zeros((), dtype=torch.int64, device=self.communicator.device))
 
     def find(self, name: str, purpose: str) -> FurtherProgram:
-        """Return the further program called ``name``. Raise :class:`LaunchError` if the plan has none of this name, or
-        if it has another purpose than ``purpose``.
-
-        ``purpose``: what the caller wants to run: "evaluate" for a program such as an evaluation, "step" for a training
-        step on batches of another shape.
+        """Return the further program called ``name``. Raise :class:`LaunchError` if the plan has no program of this
+        name, or if the program's purpose is not ``purpose``: "evaluate" for a program such as an evaluation, "step" for
+        a training step on batches of another shape.
         """
         found = self.family.further.get(name)
         if found is None or found.purpose != purpose:
@@ -102,10 +102,8 @@ class FurtherExecutors:
         return found
 
     def executor(self, name: str, keep_outputs: bool | None = None) -> Executor:
-        """Return the object that executes the further program of the plan (such as an evaluation) called ``name``,
-        created at the first call.
-
-        ``keep_outputs``: whether that object collects the model's results; ``None``: as the engine does for its
+        """Return the executor of the further program (such as an evaluation) called ``name``, created at the first
+        call. ``keep_outputs``: whether the executor collects the model's results; ``None``: as the engine does for its
         training steps.
         """
         keep = self.keep_outputs if keep_outputs is None else keep_outputs
@@ -114,17 +112,14 @@ class FurtherExecutors:
         return self._made[name, keep]
 
     def get_padding(self, name: str) -> BatchPadding | None:
-        """Return how the batches of the program called ``name`` are padded; ``None``: not at all.
-
-        ``name``: empty for the first program of the plan.
+        """Return the batch shape of the program called ``name`` and the values with which smaller batches are padded;
+        ``None`` if its batches are not padded. ``name``: empty for the first program of the plan.
         """
         return self.family.further[name].padding if name else self.family.padding
 
     def _build_executor(self, further: FurtherProgram, keep_outputs: bool) -> Executor:
-        """Return an object that executes the program of ``further`` on this rank, with the engine's parameters, buffers
-        and gradients.
-
-        ``keep_outputs``: whether it collects the model's results.
+        """Return an executor of the program of ``further`` on this rank, with the engine's parameters, buffers and
+        gradients. ``keep_outputs``: whether the executor collects the model's results.
         """
         program: Program = further.program
         rank, state, device = program.rank(self.communicator.rank), self.state, self.communicator.device
@@ -153,10 +148,8 @@ class FurtherExecutors:
         return self.family.first.states[name].kind == "constant"
 
     def _map_bucket_numbers(self, rank: RankProgram) -> dict[int, int]:
-        """Return index of a bucket in the program of ``rank`` -> index of the bucket of the plan's first program with
-        the same parameters.
-
-        A bucket is a set of parameters that one collective gathers.
+        """Return a dict: index of a bucket in the program of ``rank`` -> index of the bucket with the same parameters
+        in the plan's first program. A bucket is a set of parameters that one collective gathers.
         """
         first: Stage = self.family.first.stages[rank.stage_index]
         places = {bucket.states: number for number, bucket in enumerate(first.buckets)}
@@ -164,10 +157,9 @@ class FurtherExecutors:
 
 
 def prepare_programs(family: ProgramFamily, communicator: Communicator) -> None:
-    """Open the process groups and pipeline links of all programs of a plan, ``family``. All ranks call this.
-
-    Raise :class:`partitioner.runtime.prove.layouts.LayoutError` if the programs place parameters or buffers
-    differently. ``communicator``: connects this rank with the others.
+    """Create the process groups and pipeline links of all programs of the plan ``family``. All ranks call this.
+    ``communicator``: connects this rank with the others. Raise :class:`partitioner.runtime.prove.layouts.LayoutError`
+    if the programs place parameters or buffers differently.
     """
     groups: dict[tuple[int, ...], None] = {}
     links: dict[PipelineEdge, None] = {}

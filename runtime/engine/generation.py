@@ -2,11 +2,11 @@
 
 ``prefill`` reads as many tokens of each sample as it was planned for, and is run several times for a longer prompt.
 ``decode`` reads one token of each sample. Both return the logits of their last position and write keys and values to
-the caches, which exist while a generation runs. Each rank has the caches of its layers, samples and heads. All samples
-end at the same place of the caches: shorter prompts are padded on the left, and masked there.
+the caches, which exist only during a generation. Each rank has the caches of its layers, samples and heads. All samples
+end at the same position of the caches: shorter prompts are padded on the left, and masked there.
 
 If a model has an encoder, ``prefill`` reads the prompts with the encoder, and one token with the decoder. Shorter
-prompts are then padded on the right, because the decoder's places do not depend on them.
+prompts may then be padded on the right, because the decoder's positions do not depend on them.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ Run = Callable[[str, Mapping[str, Tensor]], Executor]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen from logits: the largest one, or with ``sample`` a random one.
-
-    ``temperature`` divides the logits. Then only the ``top_k`` largest logits are kept, then the smallest set of the
-    most probable tokens whose probabilities sum to at least ``top_p``; ``None`` keeps all.
+    """How the next token is chosen from logits. If ``sample`` is false, it is the one with the largest logit; otherwise
+    it is drawn at random. ``temperature`` divides the logits. Then only the ``top_k`` largest logits are kept, then the
+    smallest set of the most probable tokens whose probabilities sum to at least ``top_p``; ``None`` keeps all.
     """
 
     sample: bool = False
@@ -47,7 +46,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Raise :class:`BatchError` if ``temperature``, ``top_k`` or ``top_p`` is out of range, or if one of them is
-        set although ``sample`` is false, so that it would have no effect.
+        set although ``sample`` is false.
         """
         ranges = (
             ("temperature", self.temperature > 0, "a number above 0"),
@@ -64,10 +63,9 @@ class Sampling:
             )
 
     def choose(self, logits: Tensor, noise: Tensor | None) -> Tensor:
-        """Return the next token of each sample, ``[batch]``. ``logits``: ``[batch, vocabulary]``. ``noise``: numbers of
-        the exponential distribution with rate 1, of this shape; ``None`` without ``sample``.
-
-        The token with the largest quotient of probability and noise has the distribution of the probabilities.
+        """Return the next token of each sample, ``[batch]``. ``logits``: ``[batch, vocabulary]``. ``noise``: random
+        numbers of the exponential distribution with rate 1, in the shape of ``logits``; ``None`` without sampling. The
+        token with the largest quotient of probability and noise is a sample of the distribution.
         """
         logits = logits.float()
         if noise is None:
@@ -86,15 +84,18 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The prompts of one call that generates text, padded to the sizes that the plan's programs expect.
+    """The prompts of one call that generates text, padded to the sizes of the plan's programs.
 
-    ``tokens``: ``[batch, positions]``; ``batch`` is the planned number of samples, and ``positions`` at least the
-    number of tokens that prefill (the program that reads prompts) takes at a time. ``mask``: ``[batch, length]``, for
-    each position of the key/value caches: 0 for padding, 1 if it has, or will have, a token of the sample; with an
-    encoder ``[batch, positions]``, 1 at the tokens of the sample. ``positions``: ``[batch, length]``, for each position
-    of the caches, the position of its token in the sample without padding. ``samples``: the number of samples that the
-    user passed, which come first; the others repeat the last one to fill the batch. ``width``: the number of positions
-    of the caches that prefill fills.
+    Args:
+        tokens: ``[batch, positions]``, with the planned number of samples, and at least as many positions as prefill
+            (the program that reads prompts) takes at a time.
+        mask: ``[batch, length]``, for each position of the key/value caches: 0 for padding, 1 if the position has, or
+            will have, a token of the sample. With an encoder ``[batch, positions]``, 1 at the tokens of the sample.
+        positions: ``[batch, length]``, for each position of the caches, the position of its token in the sample without
+            padding.
+        samples: number of samples that the user passed, which come first; the others repeat the last one to fill the
+            batch.
+        width: number of positions of the caches that prefill fills.
     """
 
     tokens: Tensor
@@ -105,11 +106,9 @@ class Prompt:
 
 
 def find_generation(family: ProgramFamily, name: str | None) -> str:
-    """Return the name under which a plan has programs that generate text: ``name`` itself or, if it is ``None``, the
-    only one that the plan has.
-
-    ``family``: all programs of the plan. Raise :class:`LaunchError` if the plan does not have ``name``, or if ``name``
-    is ``None`` and the plan has no such programs or several.
+    """Return the name of the generation (a pair of programs that generate text) that is called ``name``; if ``name`` is
+    ``None``, of the only one in the plan. ``family``: all programs of the plan. Raise :class:`LaunchError` if the plan
+    does not have ``name``, or if ``name`` is ``None`` and the plan has none or several.
     """
     known = [n.removesuffix(" decode") for n, further in family.further.items() if further.purpose == "decode"]
     if name is None and len(known) == 1:
@@ -128,11 +127,13 @@ class TokenGenerator:
     """Generates text on one rank, with two programs of a plan: ``prefill`` reads prompts, and ``decode`` reads one
     further token of each sample. Both write to the key/value caches, of which this rank has a part.
 
-    ``name``: the name under which the plan has the two programs. ``family``: all programs of the plan.
-    ``communicator``: connects this rank with the others. ``caches``: path of a cache among the inputs of the program ->
-    this rank's part; empty while no text is generated. ``run``: a function that runs one of the two programs and
-    returns the executor that ran it; its arguments are the name of the program and this rank's inputs, as a dict: name
-    in the program -> tensor.
+    Args:
+        name: the name of the two programs in the plan, without "prefill" and "decode".
+        family: all programs of the plan.
+        communicator: connects this rank with the others.
+        run: function that runs one of the two programs and returns its executor; its arguments are the name of the
+            program and this rank's inputs, as a dict: name in the program -> tensor.
+        caches: path of a cache among the inputs of the program -> this rank's part; empty while no text is generated.
     """
 
     name: str
@@ -149,7 +150,7 @@ class TokenGenerator:
     @property
     def shape(self) -> tuple[int, int, int]:
         """Return three planned numbers: of samples, of tokens that prefill (the program that reads prompts) takes at a
-        time, and of places (positions) of the key/value caches.
+        time, and of positions of the key/value caches.
         """
         sizes = {data.path: data.shape for data in self.prefill.program.inputs}
         return *sizes["input_ids"], sizes[_FIRST_CACHE][CACHE_DIM]  # type: ignore[return-value]
@@ -160,13 +161,14 @@ class TokenGenerator:
         return self.decode.first_token
 
     def prepare_prompt(self, tokens: Tensor, mask: Tensor | None, new: int, pad_token: int) -> Prompt:
-        """Return the prompts ``tokens`` ``[batch, positions]``, padded to the sizes that the plan's programs expect:
-        samples are added, and tokens on the left if the prompts have fewer positions than prefill (the program that
-        reads prompts) takes at a time.
+        """Return the prompts ``tokens`` ``[batch, positions]``, padded to the sizes of the plan's programs. The last
+        sample is repeated to fill the batch. If the prompts have fewer positions than prefill (the program that reads
+        prompts) takes at a time, they are padded on the left, or, with an encoder, on the right.
 
         ``mask``: in the shape of ``tokens``, 0 at padding (on the left, or with an encoder anywhere), 1 elsewhere;
-        ``None``: no token is padding. ``new``: the number of tokens to generate. ``pad_token``: the token that stands
-        for padding. Raise :class:`BatchError` if the prompts do not fit the caches, or are malformed."""
+        ``None``: there is no padding. ``new``: the number of tokens to generate. ``pad_token``: the token that fills
+        padding. Raise :class:`BatchError` if the prompts do not fit the caches, or are malformed.
+        """
         batch, read, length = self.shape
         self._check_prompt(tokens, mask, new)
         samples, given = tokens.shape
@@ -189,7 +191,7 @@ class TokenGenerator:
     def _check_prompt(self, tokens: Tensor, mask: Tensor | None, new: int) -> None:
         """Raise :class:`BatchError` if the prompts ``tokens`` ``[batch, positions]`` and ``new`` further tokens do not
         fit the key/value caches, or if ``tokens`` or ``mask`` is malformed. ``mask``: in the shape of ``tokens``, 0 at
-        padding on the left, 1 elsewhere; ``None``: no token is padding.
+        padding on the left, 1 elsewhere; ``None``: there is no padding.
         """
         batch, read, length = self.shape
         if tokens.dim() != 2 or tokens.is_floating_point() or 0 in tokens.shape:
@@ -222,8 +224,9 @@ class TokenGenerator:
 
     def _check_encoded(self, tokens: Tensor, mask: Tensor | None, new: int) -> None:
         """Raise :class:`BatchError` if prompts do not fit a model with an encoder: ``tokens`` ``[batch, positions]``
-        are more than the encoder is planned for, ``new`` further tokens do not fit the decoder's caches, or ``mask`` is
-        malformed. ``mask``: 1 at tokens and 0 at padding, in the shape of ``tokens``; ``None``: there is no padding.
+        have more positions than the encoder is planned for, ``new`` further tokens do not fit the decoder's caches, or
+        ``mask`` is malformed. ``mask``: in the shape of ``tokens``, 1 at tokens and 0 at padding; ``None``: there is no
+        padding.
         """
         _, read, length = self.shape
         if tokens.shape[1] > read:
@@ -251,12 +254,12 @@ class TokenGenerator:
         pad_token: int,
         generator: torch.Generator,
     ) -> Tensor:
-        """Generate at most ``new`` tokens after each of the prompts ``prompt``. Return the new tokens on every rank,
-        ``[samples, positions]``, for the samples that the caller passed; those that were added to fill the planned
-        batch are left out. The key/value caches are allocated here, and are released at the end.
+        """Generate at most ``new`` tokens after each of the prompts in ``prompt``. Return the new tokens, ``[samples,
+        positions]``, on every rank, for the samples that the caller passed, without those that were added to fill the
+        planned batch. The key/value caches are allocated at the start and released at the end.
 
-        ``sampling``: how a token is chosen from the logits. ``ends``: tokens after which a sample has ended; it then
-        gets the token ``pad_token`` at each further position. ``generator``: draws random numbers, alike on all ranks.
+        ``sampling``: how a token is chosen from the logits. ``ends``: tokens that end a sample; further positions of
+        the sample get the token ``pad_token``. ``generator``: random generator in the same state on all ranks.
         """
         self.caches = self._allocate_caches()
         try:
@@ -276,8 +279,8 @@ class TokenGenerator:
             self.caches = {}
 
     def _allocate_caches(self) -> dict[str, Tensor]:
-        """Return this rank's part of the key/value caches (its samples, heads and layers), filled with zeros: path of
-        the cache among the inputs of the program -> tensor.
+        """Return this rank's part of the key/value caches (its samples, heads and layers), filled with zeros, as a
+        dict: path of the cache among the inputs of the program -> tensor.
         """
         program, found = self.decode.program, {}
         share, at = get_share(self.rank), self.rank.coordinates["tp"]
@@ -294,9 +297,9 @@ class TokenGenerator:
         is planned for. Return the logits for the next token of each of this rank's samples, ``[samples, vocabulary]``;
         ``None`` on a rank that does not compute them.
 
-        For a model with an encoder, prefill runs once, and these are the logits after the decoder's first token.
-        Otherwise the last execution ends at the end of the prompts. If it overlaps the one before it, the keys and
-        values of the common positions are written twice, with equal numbers.
+        For a model with an encoder, prefill runs once, and the logits are those after the decoder's first token.
+        Otherwise the last execution ends at the end of the prompts. If it overlaps the one before, the keys and values
+        of the common positions are written twice, with equal values.
         """
         if self.first_token is not None:
             return self._run("prefill", prompt, prompt.tokens.new_full((len(prompt.tokens), 1), self.first_token), 0)
@@ -309,19 +312,17 @@ class TokenGenerator:
     def _read_tokens(self, prompt: Prompt, chosen: Tensor, place: int) -> Tensor | None:
         """Run decode, the program that reads one further token of each sample, on the tokens ``chosen`` ``[samples]``.
         Their keys and values are written to the caches at the position ``place``. ``prompt``: the prompts that the
-        tokens continue.
-
-        Return the logits for this rank's samples, ``[samples, vocabulary]``; ``None`` on a rank that does not compute
-        them.
+        tokens continue. Return the logits for this rank's samples, ``[samples, vocabulary]``; ``None`` on a rank that
+        does not compute them.
         """
         rows = torch.arange(self.shape[0], device=chosen.device).clamp(max=prompt.samples - 1)
         return self._run("decode", prompt, chosen[rows, None], place)
 
     def _run(self, purpose: str, prompt: Prompt, tokens: Tensor, start: int) -> Tensor | None:
-        """Run one of the two programs that generate text on ``tokens`` ``[batch, positions]``. Their keys and values
-        are written to the caches from the position ``start`` on. In a model with an encoder, ``tokens`` are those of
-        the decoder. ``purpose``: "prefill", which reads prompts, or "decode", which reads one further token of each
-        sample. ``prompt``: the prompts, with the mask and the positions of all tokens.
+        """Run one of the two programs that generate text on ``tokens`` ``[batch, positions]`` (in a model with an
+        encoder, the decoder's tokens). Their keys and values are written to the caches from the position ``start`` on.
+        ``purpose``: "prefill", which reads prompts, or "decode", which reads one further token of each sample.
+        ``prompt``: the prompts, with the mask and the positions of all tokens.
 
         Return the logits of the last position of ``tokens`` for the samples of this rank, ``[samples, vocabulary]``;
         ``None`` on a rank that does not compute them.
@@ -355,9 +356,9 @@ class TokenGenerator:
         ranks, to which the other ranks contribute zeros.
 
         ``logits``: of this rank's samples, ``[batch of the rank, vocabulary]``; ``None`` on ranks that do not compute
-        them. ``samples``: the number of samples that the user passed; others, which only fill the planned batch, get no
-        token. ``sampling``: how a token is chosen from the logits. ``generator``: draws random numbers, alike on all
-        ranks.
+        them. ``samples``: the number of samples that the user passed; further samples, which only fill the planned
+        batch, get no token. ``sampling``: how a token is chosen from the logits. ``generator``: random generator in the
+        same state on all ranks.
         """
         batch, device = self.shape[0], self.communicator.device
         tokens = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -375,8 +376,8 @@ class TokenGenerator:
 
 
 def share_of_rows(rank: RankProgram, batch: int) -> range:
-    """Return the indices of the samples that ``rank`` computes of a global batch of ``batch`` samples: those of its
-    data-parallel coordinate.
+    """Return the indices of the samples of a global batch of ``batch`` samples that ``rank`` computes, as a range, from
+    its data-parallel coordinate.
     """
     each = batch // rank.program.mesh.get("dp", 1)
     at = rank.coordinates["dp"]
@@ -384,9 +385,9 @@ def share_of_rows(rank: RankProgram, batch: int) -> range:
 
 
 def _select_rows(data: InputData, whole: Tensor, share: BatchShare) -> Tensor:
-    """Return one data-parallel rank's samples of an input of the global batch. ``whole``: the tensor of the input.
-    ``data``: says which dim counts the samples; without such a dim ``whole`` is returned. ``share``: the rank's part of
-    the samples."""
+    """Return one data-parallel rank's samples of ``whole``, an input of the global batch. ``data``: describes the
+    input; if it has no batch dim, ``whole`` is returned. ``share``: the rank's part of the samples.
+    """
     if data.batch_dim is None:
         return whole
     rows = share.rows(data.shape[data.batch_dim])
@@ -401,5 +402,5 @@ def _is_padded_left(mask: Tensor) -> bool:
 
 
 def _is_mask(mask: Tensor) -> bool:
-    """Return whether ``mask`` has no numbers but 0 and 1."""
+    """Return whether ``mask`` has only the numbers 0 and 1."""
     return bool(((mask == 0) | (mask == 1)).all())

@@ -1,10 +1,9 @@
 """Check an engine's optimizers before their first step: a shard must be updated like the same part of a whole
 parameter.
 
-If the plan shards a parameter, the optimizer of a rank sees only a part of it. An optimizer that computes each element
-from this element, its gradient and its state updates the part correctly. One that uses rows, norms or all parameters
-does not, without raising an error. A trial (``runtime/engine/optimizer_trials.py``) distinguishes the two kinds, for
-the ways in which the plan shards parameters.
+If the plan shards a parameter, the optimizer of a rank sees only a part of it. An optimizer that updates each element
+independently updates the part correctly. Other optimizers compute a wrong update, without raising an error. A trial
+(``runtime/engine/optimizer_trials.py``) distinguishes the two kinds, for the ways in which the plan shards parameters.
 """
 
 from __future__ import annotations
@@ -34,15 +33,13 @@ from partitioner.runtime.state.disk_offload import step_hook
 
 Optimizer = torch.optim.Optimizer
 
-_Seen = tuple[int, ...]  # how many parameters the groups of an optimizer have
+_Seen = tuple[int, ...]  # number of parameters in each group of an optimizer
 
 
 class OptimizerCheck:
     """Checks optimizers before they step. The parameters of one rank are shards of the model's parameters; an optimizer
-    must update them as it would update the same parts of whole parameters.
-
-    ``parameters``: name -> this rank's shard. ``more``: further tensors that the engine gives to optimizers, such as an
-    empty one on ranks without parameters.
+    must update them like the same parts of whole parameters. ``parameters``: name -> this rank's shard. ``more``:
+    further tensors that the engine gives to optimizers, such as an empty one on ranks without parameters.
     """
 
     def __init__(self, rank: RankProgram, parameters: Mapping[str, nn.Parameter], more: Sequence[nn.Parameter]) -> None:
@@ -55,8 +52,8 @@ class OptimizerCheck:
 
     def attach(self, engine: object) -> None:
         """Install a hook on the ``step`` of all torch optimizers. Before an optimizer steps a parameter of this rank,
-        the hook checks that it updates shards as it would update the same parts of whole parameters. The hook is active
-        as long as ``engine`` exists.
+        the hook checks that it updates shards like the same parts of whole parameters. The hook is active as long as
+        ``engine`` exists.
         """
         if self.rank.program.objective == "train":
             step_hook.add(engine, self.before_step)
@@ -67,9 +64,8 @@ class OptimizerCheck:
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check ``optimizer`` before its first step, and again after parameters were added to it. Raise
         :class:`OptimizerError` if it updates the part of a parameter that a rank holds differently from the same part
-        of the whole parameter.
-
-        ``args``, ``kwargs``: the arguments of the call of ``optimizer.step``; the first of ``args`` is the optimizer.
+        of the whole parameter. ``args``, ``kwargs``: the arguments of the call of ``optimizer.step``; the first of
+        ``args`` is the optimizer.
         """
         seen = tuple(len(group["params"]) for group in optimizer.param_groups)
         if self._checked.get(optimizer) == seen:
@@ -82,11 +78,9 @@ class OptimizerCheck:
         self._checked[optimizer] = seen
 
     def check(self, optimizer: Optimizer, call: StepCall) -> None:
-        """Try copies of ``optimizer`` on small tensors with random values, which stand for its parameters. One copy
+        """Try copies of ``optimizer`` on small tensors with random values, which represent its parameters. One copy
         updates the whole tensors, others update parts of them, cut as the plan shards the parameters. Raise
-        :class:`OptimizerError` if the updates differ.
-
-        ``call``: how the script calls ``step``.
+        :class:`OptimizerError` if the updates differ. ``call``: how the script calls ``step``.
         """
         if optimizer in self._trusted:
             return
@@ -107,11 +101,9 @@ class OptimizerCheck:
         return len({stage for stages in trained for stage in stages}) > 1
 
     def _sample_cuts(self, optimizer: Optimizer) -> list[Sample]:
-        """Return descriptions of small tensors on which ``optimizer`` is tried in place of its parameters. Parameters
-        that are sharded in the same way, have equally many dims, and belong to parameter groups with the same kind of
-        options, share one small tensor.
-
-        Each description is made from the largest of the parameters that it represents.
+        """Return descriptions of small tensors on which ``optimizer`` is tried in place of its parameters. One small
+        tensor represents all parameters that are sharded in the same way, have equally many dims, and belong to
+        parameter groups with the same kind of options. Its description is made from the largest of these parameters.
         """
         found: dict[tuple[Any, int, ParameterCut], tuple[int, Sample]] = {}
         first_of: dict[Any, int] = {}
@@ -126,8 +118,8 @@ class OptimizerCheck:
         return [sample for _, sample in found.values()]
 
     def _make_sample(self, name: str, group: int) -> Sample:
-        """Return the description of a small tensor on which an optimizer is tried in place of the parameter ``name``.
-        ``group``: index of the parameter group to which it belongs.
+        """Return the description of a small tensor on which an optimizer is tried in place of the parameter called
+        ``name``. ``group``: index of the optimizer's parameter group for the small tensor.
         """
         data, held = self.rank.program.states[name], self.parameters.get(name)
         some = held if held is not None else next(iter(self.parameters.values()), None)
@@ -136,12 +128,12 @@ class OptimizerCheck:
         return Sample(name, group, tuple(data.shape), find_parameter_cut(self.rank.program, name), dtype, device)
 
     def _list_names_by_group(self, optimizer: Optimizer) -> list[list[str]]:
-        """Return, for each group of ``optimizer``, the names of its trained parameters, including those of other
-        pipeline stages.
+        """Return, for each parameter group of ``optimizer``, the names of its trained parameters, including those of
+        other pipeline stages.
 
         A parameter of another stage is assigned to the group of a parameter on this rank whose name differs only in
-        numbers, such as ``layers.0.weight`` for ``layers.7.weight``. If the optimizer has one group with all of this
-        rank's parameters, the others are assigned to it.
+        numbers, such as ``layers.0.weight`` for ``layers.7.weight``. If the optimizer has a single group, with all of
+        this rank's parameters, all other parameters are assigned to it.
         """
         groups = [
             [self._names[id(p)] for p in group["params"] if id(p) in self._names and p.requires_grad]
@@ -187,8 +179,7 @@ class OptimizerCheck:
 
     def _list_uncut_constraints(self, found: TrialFinding) -> str:
         """Return constraints, such as ``tp=1, zero=0``, under which a plan would not shard the parameter that the
-        optimizer updates wrongly. ``found``: the problem and the parameter, found by stepping small tensors whole and
-        in parts.
+        optimizer updates wrongly. ``found``: the problem and the parameter.
         """
         program, data = self.rank.program, self.rank.program.states[found.sample.name]
         if found.unit == "stages":
@@ -199,10 +190,8 @@ class OptimizerCheck:
 
 
 def find_parameter_cut(program: Program, name: str) -> ParameterCut:
-    """Return along which dims, and whether by ZeRO, the plan shards the parameter ``name``. The result is equal on all
-    ranks.
-
-    ``program``: the program of all ranks.
+    """Return how the plan shards the parameter called ``name``: along which dims, and whether by ZeRO. The result is
+    equal on all ranks. ``program``: the program of all ranks.
     """
     data = program.states[name]
     dims = {shard.layout.dim for shard in list_shards(program, name, 0)}
@@ -215,10 +204,9 @@ def _mask_numbers(name: str) -> str:
 
 def _build_options_key(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return a key that is equal for parameter groups whose options are of the same kind, so that an optimizer is tried
-    once for all of them.
-
-    Options are of the same kind if they are equal. Two numbers count as equal if both are zero or neither is, and
-    learning rates are not compared. ``group``: a parameter group of a torch optimizer (``params`` and options by name).
+    once for all of them. Options are of the same kind if they are equal. Two numbers count as equal if both are zero or
+    both are nonzero; learning rates and tensors are ignored. ``group``: a parameter group of a torch optimizer
+    (``params`` and options by name).
     """
     kinds = []
     for name, value in sorted(group.items()):
@@ -232,7 +220,7 @@ def _build_options_key(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _record_step_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StepCall:
     """Return a record of how an optimizer's ``step`` was called, so that a copy of the optimizer can be stepped in the
-    same way. ``args``, ``kwargs``: the arguments of the call, of which the first is the optimizer.
+    same way. ``args``, ``kwargs``: the arguments of the call; the first of ``args`` is the optimizer.
     """
     given, named = [*args[1:]], dict(kwargs)
     closure = (bool(given) and callable(given[0])) or callable(named.get("closure"))
@@ -241,8 +229,8 @@ def _record_step_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StepC
 
 
 def _find_enclosing_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Yield the optimizers whose methods are on the current call stack, such as one that wraps ``optimizer``, which is
-    left out.
+    """Yield the optimizers whose methods are on the current call stack, such as one that wraps ``optimizer``, except
+    ``optimizer`` itself.
     """
     frame, seen = sys._getframe(2), {id(optimizer)}
     while frame is not None:

@@ -1,6 +1,6 @@
-"""Trials of an optimizer: copies of it step small tensors, whole and in parts, and their updates are compared.
+"""Trials of an optimizer: copies of it step small tensors, whole and in parts, and the updates are compared.
 
-The copies have the class, the attributes and the options of the optimizer's groups, and no state. They do not hold
+The copies have the optimizer's class, attributes and options of parameter groups, but no state. They do not hold
 tensors of the optimizer, nor objects to which the optimizer only refers: a model, an engine, a process group. Random
 generators are restored afterwards.
 """
@@ -30,13 +30,14 @@ from partitioner.runtime.checkpoint.training_state import collect_random_state, 
 from partitioner.runtime.state.disk_offload import KEEPER, find_disk_states
 from partitioner.runtime.state.parameters import take_piece
 
-NUM_STEPS = 12  # optimizers that precondition do so every tenth step at least, most of them in the first or second
+NUM_STEPS = 12  # preconditioning optimizers do so at least every tenth step, most of them in the first or second
 
-_TOLERANCES = {8: 1e-5, 4: 1e-3}  # by bytes of a number, of the largest update: more than rounding, in which alone
-# vectorized and other kernels differ
-_LEAST_RATE = 1e-2  # a rate of zero, as in the first step of a warm-up, would show nothing
-_LARGE = 1e4  # times as large is the last gradient: beyond any norm that an optimizer clips at
-_NUM_DRAWN = 5  # of each sample: where it starts, its curvature, and gradients
+# Tolerances relative to the largest update, by bytes per element. They exceed the rounding errors by which vectorized
+# and other kernels differ.
+_TOLERANCES = {8: 1e-5, 4: 1e-3}
+_LEAST_RATE = 1e-2  # a learning rate of zero, as in the first step of a warm-up, would hide all updates
+_LARGE = 1e4  # factor of the last gradient, which then exceeds any norm to which an optimizer clips
+_NUM_DRAWN = 5  # random tensors per sample: its start, its curvature, and three gradients
 _MAX_COPIED_ELEMENTS = 1 << 16  # elements of a tensor that is an optimizer's attribute
 _CAPS = {1: (384,), 2: (144, 136)}  # dims of a small tensor: above 128, where some optimizers begin to factor matrices
 _HOOKS = frozenset(
@@ -46,15 +47,14 @@ _TRIAL_LOCK = threading.Lock()  # random generators belong to the process
 
 Optimizer = torch.optim.Optimizer
 
-Part = Callable[[Tensor], list[Tensor]]  # what of a small tensor a copy steps
+Part = Callable[[Tensor], list[Tensor]]  # selects the parts of a small tensor that a copy steps
 
 
 @dataclass(frozen=True)
 class ParameterCut:
-    """How a plan shards a parameter: along ``dims`` (indices of the tensor's dims), then flattened and cut into one
-    piece for each rank, as ZeRO does, if ``flat``.
-
-    ``stacked``: the parameter is a stack of parameters of the model along dim 0.
+    """How a plan shards a parameter. ``dims``: indices of the dims along which it is sharded. ``flat``: whether each
+    shard is then flattened and cut into one piece for each rank, as under ZeRO. ``stacked``: whether the parameter is a
+    stack of parameters of the model along dim 0.
     """
 
     dims: tuple[int, ...] = ()
@@ -66,11 +66,9 @@ class ParameterCut:
         return not (self.dims or self.flat or self.stacked)
 
     def parts(self, whole: Tensor) -> list[Tensor]:
-        """Cut ``whole`` like the plan shards the parameter, and return the parts: halves along each sharded dim and,
-        under ZeRO, thirds of the flattened halves. ``whole``: a small tensor on which an optimizer is tried in place of
-        the parameter.
-
-        Empty parts are left out.
+        """Cut ``whole`` as the plan shards the parameter, and return the parts: halves along each sharded dim and,
+        under ZeRO, thirds of each flattened part. Empty parts are left out. ``whole``: a small tensor on which an
+        optimizer is tried in place of the parameter.
         """
         parts = [whole]
         for dim in self.dims:
@@ -80,8 +78,8 @@ class ParameterCut:
         return [part for part in parts if part.numel()]
 
     def parameters(self, whole: Tensor) -> list[Tensor]:
-        """Return the model's own parameters that ``whole`` consists of: its slices along dim 0 if it is a stack, else
-        ``whole`` itself.
+        """Return the model's own parameters that ``whole`` consists of: its slices along dim 0 if it is a stack;
+        otherwise ``whole`` itself.
         """
         return [*whole.unbind(0)] if self.stacked else [whole]
 
@@ -94,10 +92,9 @@ class ParameterCut:
 
 @dataclass(frozen=True)
 class Sample:
-    """Describes a small tensor on which an optimizer is tried in place of the parameter ``name``, of global ``shape``.
-
-    ``group``: index of the parameter group to which the parameter belongs. ``cut``: how the plan shards the parameter.
-    ``dtype``, ``device``: those of the parameter.
+    """Describes a small tensor on which an optimizer is tried in place of the parameter called ``name``. ``shape``: the
+    parameter's global shape. ``group``: index of its parameter group in the optimizer. ``cut``: how the plan shards the
+    parameter. ``dtype``, ``device``: of the parameter.
     """
 
     name: str
@@ -109,8 +106,8 @@ class Sample:
 
     @property
     def small_shape(self) -> tuple[int, ...]:
-        """Return the shape of the small tensor on which an optimizer is tried in place of the parameter: the
-        parameter's shape, with each dim limited to a few elements.
+        """Return the shape of the small tensor: the parameter's shape, with the size of each dim limited. Sharded dims
+        have even sizes.
         """
         num_dims = len(self.shape)
         caps = _CAPS.get(num_dims, (4,) * (num_dims - 2) + (24, 20))
@@ -118,11 +115,9 @@ class Sample:
         return tuple(max(2, size // 2 * 2) if dim in self.cut.dims else size for dim, size in enumerate(sizes))
 
     def values(self, seed: int, wide: bool) -> Tensor:
-        """Return random numbers in the shape of the small tensor on which an optimizer is tried in place of a
-        parameter. They are normally distributed, with a magnitude that grows or shrinks along each dim.
-
-        ``seed``: determines the numbers. ``wide``: return them in float64 or complex128, instead of the parameter's
-        type.
+        """Return random values for the small tensor. They are normally distributed, with a magnitude that grows or
+        shrinks along each dim. ``seed``: determines the values. ``wide``: if true, the values are in float64 or
+        complex128, otherwise in the parameter's dtype, but at least in float32.
         """
         generator = torch.Generator().manual_seed(seed)
         result = torch.randn(self.small_shape, generator=generator, dtype=torch.float64)
@@ -141,10 +136,10 @@ class TrialFinding:
     """The problem that a trial has found with an optimizer. A trial steps small tensors, whole and in parts, and
     compares the updates.
 
-    ``kind``: its updates of a part differ from those of the whole (``differs``); it raises an error on parts
-    (``fails``); or it could not be tried (``untried``). ``unit``: whether parts of parameters (``parts``) or some of
-    the parameters, as on one pipeline stage (``stages``), were tried. ``sample``: describes the small tensor with which
-    the problem occurred, and the parameter in whose place it was tried. ``why``: an explanation.
+    ``kind``: the optimizer's updates of a part differ from those of the whole (``differs``); the optimizer raises an
+    error on parts (``fails``); or it could not be tried (``untried``). ``unit``: whether the trial stepped parts of
+    parameters (``parts``) or only some of the parameters, as on one pipeline stage (``stages``). ``sample``: the small
+    tensor with which the problem occurred, and the parameter that it represents. ``why``: an explanation.
     """
 
     kind: Literal["differs", "fails", "untried"]
@@ -156,7 +151,7 @@ class TrialFinding:
 @dataclass(frozen=True)
 class StepCall:
     """How a script calls an optimizer's ``step``. ``args``, ``kwargs``: its positional and keyword arguments other than
-    the closure. ``closure``: whether there is a closure; ``None`` if this is unknown.
+    the closure. ``closure``: whether the script passes a closure; ``None`` if this is unknown.
     """
 
     args: tuple[Any, ...] = ()
@@ -165,19 +160,19 @@ class StepCall:
 
 
 class NotCopied(Exception):
-    """Raised if a copy of an optimizer, which is tried on small tensors, uses something that was not copied, such as a
-    model or process group.
+    """Raised if a trial cannot copy an optimizer, or if the copy uses an object that was not copied, such as a model or
+    process group.
     """
 
 
 def try_on_parts(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, call: StepCall) -> TrialFinding | None:
-    """Try copies of ``optimizer`` on small tensors with random values, which stand for its parameters: compare how they
-    update the whole tensors, and parts of them that are cut as the plan shards the parameters. Return the problem that
-    is found; ``None`` if there is none. The optimizer, its parameters and all random generators are unchanged
+    """Try copies of ``optimizer`` on small tensors with random values, which represent its parameters. Compare the
+    updates of the whole tensors with those of parts of them, cut as the plan shards the parameters. Return the problem
+    that is found; ``None`` if there is none. The optimizer, its parameters and all random generators are unchanged
     afterwards.
 
-    ``samples``: descriptions of the small tensors. ``stages``: also compare with steps on only some of the tensors, as
-    on one pipeline stage. ``call``: how the script calls ``step``.
+    ``samples``: descriptions of the small tensors. ``stages``: whether to compare also with steps on only some of the
+    tensors, as on one pipeline stage. ``call``: how the script calls ``step``.
     """
     device = samples[0].device
     if stages and len(samples) == 1:
@@ -191,13 +186,13 @@ def try_on_parts(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, 
         finally:
             if _has_state_changed(
                 before, collect_random_state(device)
-            ):  # threads beside this one may draw, and few optimizers do
+            ):  # if nothing was drawn, leave the generators alone: other threads may be drawing
                 set_random_state(before, device)
 
 
 def _has_state_changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether ``one`` and ``other`` differ: two states of random generators, each a dict of generator
-    (``python``, ``numpy``, ``torch``, ``cuda``) -> state.
+    """Return whether ``one`` and ``other`` differ: two states of random generators, each a dict: generator (``python``,
+    ``numpy``, ``torch``, ``cuda``) -> state.
     """
     return any(
         not torch.equal(one[k], other[k]) if isinstance(one[k], Tensor) else one[k] != other[k]
@@ -207,13 +202,13 @@ def _has_state_changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool
 
 
 def _try_copies(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, call: StepCall) -> TrialFinding | None:
-    """Try copies of ``optimizer`` on small tensors that stand for its parameters: compare the updates of whole tensors
+    """Try copies of ``optimizer`` on small tensors that represent its parameters: compare the updates of whole tensors
     and of parts, cut as the plan shards the parameters. Return the problem that is found; ``None`` if there is none.
 
     There are several ways to copy an optimizer and to call its ``step``. The first way in which a copy can step whole
     tensors and changes them decides. If there is no such way, the result says that the optimizer cannot be tried.
-    ``samples``: descriptions of the small tensors. ``stages``: also compare with steps on only some of them, as on one
-    pipeline stage. ``call``: how the script calls ``step``.
+    ``samples``: descriptions of the small tensors. ``stages``: whether to compare also with steps on only some of them,
+    as on one pipeline stage. ``call``: how the script calls ``step``.
     """
     why = ""
     closures = (False, True) if call.closure is None else (call.closure,)
@@ -236,15 +231,15 @@ def _report_untried(samples: Sequence[Sample], reason: str) -> TrialFinding:
 
 
 class _WholeStepFailed(Exception):
-    """Raised in the trial of an optimizer if a copy of it cannot step whole tensors. Its updates of parts of tensors
-    can then not be compared with anything.
+    """Raised in the trial of an optimizer if a copy of the optimizer cannot step whole tensors, so that updates of
+    parts cannot be compared with anything.
     """
 
 
 @dataclass
 class _SteppedCopy:
-    """A copy of an optimizer in a trial (which compares updates of whole tensors and of parts), with the tensors that
-    it steps: small tensors that stand for the optimizer's parameters, or parts of them.
+    """A copy of an optimizer in a trial, with the tensors that it steps: small tensors that represent the optimizer's
+    parameters, or parts of them.
 
     ``tensors``: index of a small tensor -> the parts of it that are stepped. ``parts``: index of a small tensor ->
     function that selects these parts. ``unit``: "parts", or "stages" if only some of the small tensors are stepped, as
@@ -260,16 +255,15 @@ class _SteppedCopy:
     before: dict[int, list[Tensor]] = field(default_factory=dict)  # the last step
 
     def list_updates(self, index: int) -> list[Tensor]:
-        """Return the changes that the last step of this copy of an optimizer made to one of its small tensors, each of
-        which stands for a parameter. The result has one tensor for each part of the small tensor that is stepped.
-        ``index``: the index of the small tensor.
+        """Return the changes that the last step of this copy of an optimizer made to the small tensor with the given
+        ``index``: one tensor for each of its stepped parts.
         """
         return [t.detach() - b for t, b in zip(self.tensors[index], self.before[index], strict=True)]
 
 
 @dataclass(frozen=True)
 class _TrialRow:
-    """A small tensor with which an optimizer is tried before its first step, with the numbers that define its loss.
+    """A small tensor on which an optimizer is tried, with the numbers that define its loss.
 
     The loss is the sum of ``gradient * x + curvature * x * x / 2``, where ``x`` is the tensor minus ``start``, its
     value before the first step. ``gradient`` is one of ``gradients``: each step takes the next one.
@@ -295,12 +289,10 @@ class _TrialRow:
 
 
 class _Trial:
-    """A trial of ``optimizer`` with one way to copy it: copies step small tensors, which stand for its parameters,
-    whole and in parts, and the updates are compared.
-
-    ``samples``: descriptions of the small tensors. ``make``: makes a copy from the optimizer and the tensors of each
-    parameter group. ``call``: how the optimizer's ``step`` is called. ``wide``: the tensors are in float64 (or
-    complex128).
+    """A trial of ``optimizer`` with one way to copy it: copies step small tensors, which represent its parameters,
+    whole and in parts, and the updates are compared. ``samples``: descriptions of the small tensors. ``make``: function
+    that creates a copy from the optimizer and, for each parameter group, the tensors to step. ``call``: how the
+    optimizer's ``step`` is called. ``wide``: whether the tensors are in float64 (or complex128).
     """
 
     def __init__(
@@ -323,11 +315,10 @@ class _Trial:
         self._gradients = [gradients for _, _, *gradients in numbers]
 
     def compare_copies(self, stages: bool) -> TrialFinding | None:
-        """Let copies of the optimizer step small tensors, which stand for its parameters, whole and in parts. Return
+        """Let copies of the optimizer step small tensors, which represent its parameters, whole and in parts. Return
         the first difference between the updates of the whole tensors and of their parts; ``None`` if there is none.
-
-        ``stages``: also compare with steps on only some of the small tensors, as on one pipeline stage. Raise
-        :class:`_WholeStepFailed` if a copy cannot step whole ones.
+        ``stages``: whether to compare also with steps on only some of the small tensors, as on one pipeline stage.
+        Raise :class:`_WholeStepFailed` if a copy cannot step whole tensors.
         """
         try:
             whole = self._copy_parts({i: s.cut.parameters for i, s in enumerate(self.samples)}, "parts")
@@ -355,12 +346,10 @@ class _Trial:
         return None
 
     def _iterate_variants(self, stages: bool) -> Iterator[tuple[dict[int, Part], Literal["parts", "stages"]]]:
-        """Yield the ways in which a copy of the optimizer steps only parts of the small tensors, which stand for its
-        parameters. Each is compared with a step of the whole tensors.
-
-        A way is a pair: index of a small tensor -> function that selects the part to step; and "parts", or "stages" if
-        only every other small tensor is stepped, as on one of two pipeline stages. ``stages``: whether to yield the
-        ways with "stages", too.
+        """Yield the ways in which a copy of the optimizer steps only parts of the small tensors, which represent its
+        parameters. Each way is a pair: a dict (index of a small tensor -> function that selects the parts to step), and
+        "parts", or "stages" if only every other small tensor is stepped, as on one of two pipeline stages. ``stages``:
+        whether to yield the ways with "stages", too.
         """
         if any(not s.cut.is_whole for s in self.samples):
             for place in (0, -1):  # of the first rank, and of the last
@@ -371,8 +360,7 @@ class _Trial:
                 yield {i: s.cut.parameters for i, s in chosen}, "stages"
 
     def _copy_parts(self, parts: Mapping[int, Part], unit: Literal["parts", "stages"]) -> _SteppedCopy:
-        """Return a copy of the optimizer that steps parts of the small tensors, which stand for its parameters.
-
+        """Return a copy of the optimizer that steps parts of the small tensors, which represent its parameters.
         ``parts``: index of a small tensor -> function that selects its parts. ``unit``: "parts", or "stages" if only
         some of the small tensors are stepped, as on one pipeline stage.
         """
@@ -407,10 +395,9 @@ class _Trial:
         self.draws |= before is not None and _has_state_changed(before, collect_random_state(device))
 
     def _compare_updates(self, whole: _SteppedCopy, other: _SteppedCopy) -> TrialFinding | None:
-        """Compare the last updates of whole small tensors, which stand for the optimizer's parameters, with those of
-        their parts. Return the first difference that is more than rounding; ``None`` if there is none.
-
-        ``whole``, ``other``: the copies of the optimizer that stepped the whole tensors and the parts.
+        """Compare the last updates of whole small tensors, which represent the optimizer's parameters, with those of
+        their parts. Return the first difference that is larger than rounding; ``None`` if there is none. ``whole``,
+        ``other``: the copies of the optimizer that stepped the whole tensors and the parts.
         """
         for i, part in other.parts.items():
             sample, updates = self.samples[i], whole.list_updates(i)
@@ -457,8 +444,8 @@ def _seed_generators(seed: int, device: torch.device) -> None:
 
 
 def _call_step(optimizer: Any, closure: Callable[[], Tensor], call: StepCall) -> None:
-    """Call the step of ``optimizer`` without the script's hooks, with the arguments of ``call`` and, if ``call`` says
-    that the script passes a closure, with ``closure``.
+    """Call the step of ``optimizer`` without the script's hooks, with the arguments in ``call``. ``closure`` is passed
+    only if the script passes a closure, too.
     """
     step = type(optimizer).step
     step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step  # hooks are the script's
@@ -470,19 +457,19 @@ def _call_step(optimizer: Any, closure: Callable[[], Tensor], call: StepCall) ->
 
 # Copies
 def mirror_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) -> Any:
-    """Return a copy of ``optimizer`` without state. ``groups``: for each parameter group, the tensors that replace its
-    parameters.
+    """Return a copy of all attributes of ``optimizer``, without state. ``groups``: for each parameter group, the
+    tensors that replace its parameters.
     """
     return _OptimizerMirror(optimizer, groups).copy_optimizer(optimizer)
 
 
 def rebuild_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) -> Any:
-    """Return a new optimizer of the same class, made by its constructor. ``groups``: the tensors of each parameter
-    group.
+    """Return a new optimizer of the same class, created by its constructor. ``groups``: for each parameter group, its
+    tensors.
 
     The arguments of the constructor are the options of the groups, and attributes of the optimizer that have the names
     of the constructor's parameters. Unlike a copy of all attributes, this works if attributes depend on the original
-    parameters. Raise :class:`NotCopied` if an argument is unknown.
+    parameters. Raise :class:`NotCopied` if the value of an argument cannot be found.
     """
     kind, mirror = find_optimizer_class(optimizer), _OptimizerMirror(optimizer, groups)
     defaults = getattr(optimizer, "defaults", {})
@@ -515,18 +502,17 @@ def rebuild_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) 
 
 
 def find_optimizer_class(optimizer: Optimizer) -> type[Any]:
-    """Return the class of ``optimizer`` as the script made it.
-
-    If its states are kept on disk, :func:`partitioner.runtime.state.disk_offload.keep_on_disk` has changed the class of
-    the object to a subclass; the original class is returned.
+    """Return the class with which the script created ``optimizer``. If the optimizer's states are kept on disk,
+    :func:`partitioner.runtime.state.disk_offload.keep_on_disk` has changed the class of the object to a subclass; the
+    original class is returned.
     """
     kind = type(optimizer)
     return kind.__mro__[1] if find_disk_states(optimizer) is not None else kind
 
 
 class _UncopiedPlaceholder:
-    """A placeholder for an object that is not copied with an optimizer, such as a model to which the optimizer refers.
-    Any use of it raises :class:`NotCopied`. ``unit``: name of the object's class, such as ``Linear``.
+    """Stands for an object that is not copied with an optimizer, such as a model to which the optimizer refers. Any use
+    of the placeholder raises :class:`NotCopied`. ``unit``: name of the object's class, such as ``Linear``.
     """
 
     def __init__(self, unit: str) -> None:
@@ -549,15 +535,13 @@ class _UncopiedPlaceholder:
 
 
 class _OptimizerMirror:
-    """Copies the objects that an optimizer holds, each object once, and replaces its parameters by small tensors, on
-    which the copy of the optimizer is tried.
-
-    ``groups``: for each parameter group, the small tensors.
+    """Copies the objects that an optimizer holds, each object once, and replaces the optimizer's parameters by small
+    tensors, which the copy of the optimizer steps. ``groups``: for each parameter group, the small tensors.
     """
 
     def __init__(self, optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) -> None:
         self._made: dict[int, Any] = {}
-        self._kept: list[Any] = []  # as long as there are numbers for them in ``_made``
+        self._kept: list[Any] = []  # copied objects, kept alive because their ids are keys of ``_made``
         self._own = optimizer
         some = next(t for given in groups for t in given)
         for group, given in zip(optimizer.param_groups, groups, strict=True):
@@ -567,8 +551,8 @@ class _OptimizerMirror:
         self._groups = optimizer.param_groups
 
     def copy_groups(self) -> list[dict[str, Any]]:
-        """Return copies of the optimizer's parameter groups, with the small tensors on which the optimizer is tried in
-        place of the parameters, and a learning rate of 0.01 or more.
+        """Return copies of the optimizer's parameter groups, with small tensors in place of the parameters, and a
+        learning rate of at least 0.01.
         """
         found = [self.copy_value(group) for group in self._groups]
         for group in found:
@@ -576,10 +560,8 @@ class _OptimizerMirror:
         return found
 
     def copy_optimizer(self, original: Optimizer) -> Any:
-        """Return a copy of the optimizer ``original`` without state and hooks, with the small tensors on which it is
-        tried in place of its parameters.
-
-        Raise :class:`NotCopied` if it cannot be copied.
+        """Return a copy of the optimizer ``original`` without state and hooks, with small tensors in place of its
+        parameters. Raise :class:`NotCopied` if it cannot be copied.
         """
         kind = find_optimizer_class(original)
         made = object.__new__(kind)
@@ -600,8 +582,7 @@ class _OptimizerMirror:
         return made
 
     def copy_value(self, value: Any) -> Any:
-        """Return a copy of ``value``, an object that the optimizer holds; the same copy for the same object.
-
+        """Return a copy of ``value``, an object that the optimizer holds; the same copy each time for the same object.
         Raise :class:`NotCopied` if the optimizer holds too many or too large objects.
         """
         if id(value) in self._made:
@@ -614,8 +595,8 @@ class _OptimizerMirror:
         return made
 
     def _copy_value(self, value: Any) -> Any:
-        """Return a new copy of ``value``, by its type. Models and objects of this project become placeholders that
-        raise an error if they are used.
+        """Return a new copy of ``value``, depending on its type. Models and objects of this project are replaced by
+        placeholders that raise an error if they are used.
         """
         if value is None or isinstance(value, _SHARED):
             return value
@@ -652,8 +633,8 @@ class _OptimizerMirror:
         return self._copy_object(value)
 
     def _copy_function(self, value: types.FunctionType) -> types.FunctionType:
-        """Return a copy of the function ``value`` with copies of its closure variables; ``value`` itself if it has
-        none.
+        """Return a copy of the function ``value`` with copies of its closure variables; ``value`` itself if it is not a
+        closure.
         """
         if value.__closure__ is None:
             return value
@@ -662,12 +643,12 @@ class _OptimizerMirror:
         made.__kwdefaults__ = value.__kwdefaults__
         self._made[id(value)] = made
         for cell, original in zip(cells, value.__closure__, strict=True):
-            with contextlib.suppress(ValueError):  # nothing is in it yet
+            with contextlib.suppress(ValueError):  # the cell is still empty
                 cell.cell_contents = self.copy_value(original.cell_contents)
         return made
 
     def _copy_dict(self, value: dict[Any, Any]) -> dict[Any, Any]:
-        """Return a copy of the dict ``value`` whose keys and values are copied, too."""
+        """Return a copy of the dict ``value`` with copies of its keys and values."""
         made = copy.copy(value)
         made.clear()
         self._made[id(value)] = made
@@ -676,9 +657,9 @@ class _OptimizerMirror:
         return made
 
     def _copy_object(self, value: Any) -> Any:
-        """Return a copy of ``value`` whose attributes are copied, too. Objects of torch, and objects of classes of
-        which no empty instance can be created, such as a ``weakref.proxy``, become placeholders that raise an error if
-        they are used.
+        """Return a copy of ``value`` with copies of its attributes. Objects of torch, and objects whose class cannot
+        create an empty instance, such as a ``weakref.proxy``, are replaced by placeholders that raise an error if they
+        are used.
         """
         if type(value).__module__.startswith("torch") or not hasattr(value, "__dict__"):
             with contextlib.suppress(Exception):
@@ -691,7 +672,7 @@ class _OptimizerMirror:
         try:
             made = object.__new__(type(value))
         except TypeError:
-            return _UncopiedPlaceholder(value.__class__.__name__)  # of a proxy, the class of the object behind it
+            return _UncopiedPlaceholder(value.__class__.__name__)  # for a proxy: the class of the referenced object
         self._made[id(value)] = made
         for name, item in vars(value).items():
             made.__dict__[name] = self.copy_value(item)

@@ -22,8 +22,8 @@ class RunOutputs:
     evaluation.
 
     ``rank``: the rank's program that ran. ``shards``: name of an output tensor in the program -> microbatch -> this
-    rank's shard, still with padded samples and positions. ``padding``: how the program's batches are padded; ``None``:
-    not at all. ``real``: the shape of the batch before it was padded; ``None``: it was not.
+    rank's shard, still with padded samples and positions. ``padding``: the planned padding of the program's batches;
+    ``None``: they are not padded. ``real``: the shape of the batch before padding; ``None``: the batch was not padded.
     """
 
     rank: RankProgram
@@ -32,25 +32,23 @@ class RunOutputs:
     real: BatchShape | None
 
     def trim(self) -> dict[str, dict[int, Tensor]]:
-        """Return this rank's shards of the model's results without padded samples and positions, as value name ->
-        microbatch -> tensor.
+        """Return this rank's shards of the model's results without padded samples and positions, as a nested dict:
+        value name -> microbatch -> tensor.
         """
         if self.real is None or self.padding is None:
             return {value: dict(parts) for value, parts in self.shards.items()}
         return trim_outputs(self.rank, self.padding, self.real, self.shards)
 
     def join(self, parts: Mapping[int, Shards]) -> dict[str, Any]:
-        """Return the model's whole results without padded samples and positions, as path in the result -> tensor or
-        constant; ``None`` for a result that no rank has.
-
-        ``parts``: rank -> name of an output tensor in the program -> microbatch -> the shard that this rank
-        contributes, still with padded samples and positions.
+        """Return the model's whole results without padded samples and positions, as a dict: path in the result ->
+        tensor or constant; ``None`` for a result that no rank has. ``parts``: rank -> name of an output tensor in the
+        program -> microbatch -> the shard that this rank contributes, still with padded samples and positions.
         """
         return {path: self._trim_whole(path, x) for path, x in join_outputs(self.rank.program, parts).items()}
 
     def _trim_whole(self, path: str, whole: Any) -> Any:
         """Return ``whole``, one tensor or constant of the model's result, without padded samples and positions.
-        ``path``: its place in the model's result.
+        ``path``: path of ``whole`` in the model's result.
         """
         if not isinstance(whole, Tensor) or self.real is None or self.padding is None:
             return whole
@@ -80,27 +78,25 @@ def select_outputs(rank: RankProgram, outputs: Shards) -> dict[str, dict[int, Te
 
 
 def join_outputs(program: Program, parts: Mapping[int, Shards]) -> dict[str, Any]:
-    """Return the whole results of the model, as path in the result -> tensor or constant; ``None`` for a result that no
-    rank has.
-
-    ``program``: the program of all ranks. ``parts``: rank -> name of the tensor in the program -> microbatch -> the
-    shard that this rank contributes; of replicas, one rank contributes. Shards along a dim have equal sizes.
+    """Return the whole results of the model, as a dict: path in the result -> tensor or constant; ``None`` for a result
+    that no rank has. ``program``: the program of all ranks. ``parts``: rank -> name of the tensor in the program ->
+    microbatch -> the shard that this rank contributes; only one rank of several replicas contributes. Shards along a
+    dim have equal sizes.
     """
     return {o.path: _join_output(program, o, parts) for o in program.outputs}
 
 
 def _join_output(program: Program, output: OutputData, parts: Mapping[int, Shards]) -> Any:
     """Return one tensor or constant of the model's result, joined from the shards of the ranks: over ``tp``, then
-    ``cp``, then ``dp`` and microbatches. Return ``None`` if no rank has a part of it.
-
-    ``program``: the program of all ranks. ``output``: describes the tensor and how it is sharded. ``parts``: rank ->
-    name of the tensor in the program -> microbatch -> the rank's shard.
+    ``cp``, then ``dp`` and microbatches. Return ``None`` if no rank has a part of it. ``program``: the program of all
+    ranks. ``output``: describes the tensor and how it is sharded. ``parts``: rank -> name of the tensor in the program
+    -> microbatch -> the rank's shard.
     """
     if output.value is None:
         return output.constant
     pieces = []
     for dp in range(program.mesh.get("dp", 1)):
-        held = []  # along cp: what the ranks along tp have, by microbatch
+        held = []  # for each cp coordinate: a list over the tp ranks of dicts, microbatch -> shard
         for cp in range(program.mesh.get("cp", 1)):
             ranks = program.group(program.rank_at({"pp": output.stage or 0, "dp": dp, "cp": cp}), ("tp",))
             along_tp = [parts[r][output.value] for r in ranks if output.value in parts[r]]

@@ -1,7 +1,7 @@
 """Pad a batch to the shape of a program, and remove the padding from the outputs.
 
 The plan contains the numbers with which new samples and positions are filled (:class:`BatchPadding`). The planner has
-shown (``passes/padding/find.py``) that padding with them changes neither the loss nor a gradient nor an output at
+proved (``passes/padding/find.py``) that padding with them changes neither the loss, nor a gradient, nor an output at
 samples and positions that the batch had before.
 """
 
@@ -22,8 +22,8 @@ from partitioner.runtime.program.program import OutputData, Program, RankProgram
 
 class BatchShape(NamedTuple):
     """The shape of a batch. ``batch``: number of samples. ``length``: number of positions of each sample, such as
-    tokens; 0 if the inputs have no dim of positions. ``targets``: number of positions of each target, if the inputs
-    have such a dim besides; 0 if not.
+    tokens; 0 if the inputs have no dim of positions. ``targets``: number of positions of each target, if targets may
+    have another length than the inputs; otherwise 0.
     """
 
     batch: int
@@ -36,7 +36,7 @@ class BatchShape(NamedTuple):
         return BatchShape(padding.batch, padding.length, padding.targets)
 
     def fits(self, padding: BatchPadding) -> bool:
-        """Return whether a batch of this shape is not larger than the one to which ``padding`` pads batches."""
+        """Return whether a batch of this shape is not larger than the shape to which ``padding`` pads batches."""
         return self.batch <= padding.batch and self.length <= padding.length and self.targets <= padding.targets
 
     def __str__(self) -> str:
@@ -45,10 +45,9 @@ class BatchShape(NamedTuple):
 
 
 class ChosenProgram(NamedTuple):
-    """The program that runs a batch, and the batch in the program's shape.
-
-    ``name``: its name; empty for the first program of the plan. ``batch``: padded if necessary. ``real``: the batch's
-    shape before padding; ``None`` if it was not padded.
+    """The program that runs a batch, and the batch in the program's shape. ``name``: the program's name; empty for the
+    first program of the plan. ``batch``: the batch, padded if necessary. ``real``: the batch's shape before padding;
+    ``None`` if it was not padded.
     """
 
     name: str
@@ -57,10 +56,9 @@ class ChosenProgram(NamedTuple):
 
 
 def choose_program(family: ProgramFamily, batch: Any) -> ChosenProgram:
-    """Return the program for a training step on ``batch``, and the batch padded to the program's shape. Among the
-    programs whose shape is large enough it is the one with the least estimated time.
-
-    ``family``: all programs of the plan. Raise :class:`BatchError` if the batch fits no program, or may not be padded.
+    """Return the program for a training step on ``batch``, and the batch padded to the program's shape. The program is
+    the one with the least estimated time among those whose shape is large enough. ``family``: all programs of the plan.
+    Raise :class:`BatchError` if the batch is too large for all programs, or may not be padded.
     """
     if family.padding is None:
         return ChosenProgram("", batch, None)
@@ -88,9 +86,10 @@ def choose_program(family: ProgramFamily, batch: Any) -> ChosenProgram:
 
 
 def explain_misfit(padding: BatchPadding, real: BatchShape, unseen: str = "") -> str:
-    """Return, as text, why a batch of the shape ``real`` cannot be padded to the shape that ``padding`` describes; an
-    empty string if it can. ``unseen``: why adding positions would change the results, as :func:`explain_unseen` returns
-    it; empty if it would not."""
+    """Return, as text, why a batch of the shape ``real`` cannot be padded to the shape that ``padding`` describes;
+    empty if it can. ``unseen``: the result of :func:`explain_unseen`: why adding positions would change the results;
+    empty if it would not.
+    """
     if not real.fits(padding):
         return f"it is larger than {BatchShape.of(padding)}"
     if real.batch < padding.batch and padding.fewer:
@@ -110,12 +109,10 @@ _HIDDEN = {
 
 
 def explain_unseen(program: Program, padding: BatchPadding, batch: Any, real: BatchShape) -> str:
-    """Return, as text for the user, why adding positions to ``batch`` would change the results; an empty string if it
-    would not. It would if an input, such as an attention mask for padding on the left, hides all positions from some
-    query: the query then attends to all positions with equal weight, also to added ones.
-
-    ``program``: the program of all ranks. ``padding``: says by which number each input hides a position. ``real``: the
-    shape of the batch.
+    """Return, as text for the user, why adding positions to ``batch`` would change the results; empty if it would not.
+    Results change if an input, such as an attention mask for padding on the left, hides all positions from some query:
+    the query then attends to all positions with equal weight, also to added ones. ``program``: the program of all
+    ranks. ``padding``: has, for each input, the number that hides a position. ``real``: the shape of the batch.
     """
     entries = BatchEntries(program, batch)
     for path, how in padding.inputs.items():
@@ -139,11 +136,9 @@ def explain_unseen(program: Program, padding: BatchPadding, batch: Any, real: Ba
 
 
 def fit_batch(program: Program, padding: BatchPadding | None, batch: Any) -> tuple[Any, BatchShape | None]:
-    """Return a pair: ``batch`` padded to the batch shape for which ``program`` was planned, and the shape of the batch
-    before, or ``None`` if nothing was padded.
-
-    ``padding``: how the program's inputs are padded; ``None``: not at all. Raise :class:`BatchError` if the batch may
-    not be padded.
+    """Return ``batch`` padded to the shape for which ``program`` was planned, and the shape of the batch before padding
+    (``None`` if the batch was not padded). ``padding``: how the program's inputs are padded; ``None``: not at all.
+    Raise :class:`BatchError` if the batch may not be padded.
     """
     if padding is None:
         return batch, None
@@ -175,10 +170,9 @@ def fit_batch(program: Program, padding: BatchPadding | None, batch: Any) -> tup
 
 
 def find_shape(program: Program, padding: BatchPadding, batch: Any) -> BatchShape:
-    """Return the number of samples of ``batch``, and the numbers of positions of each sample and of each target.
-
-    ``padding``: says which dim of each input counts samples, and which one positions. Raise :class:`BatchError` if
-    inputs have different numbers, or if one is 0. ``program``: the program of all ranks.
+    """Return the shape of ``batch``: the number of samples, and the numbers of positions of each sample and of each
+    target. ``padding``: has the dims of each input that count samples and positions. Raise :class:`BatchError` if
+    inputs have different numbers, or if a number is 0. ``program``: the program of all ranks.
     """
     entries = BatchEntries(program, batch)
     found: dict[str, dict[str, int]] = {"samples": {}, "positions": {}, "target positions": {}}
@@ -201,8 +195,8 @@ def find_shape(program: Program, padding: BatchPadding, batch: Any) -> BatchShap
 
 
 def _pad_dim(leaf: Tensor, dim: int, size: int, fill: float | None) -> Tensor:
-    """Return ``leaf``, an input of the batch, extended to ``size`` along ``dim``. The new elements have the number
-    ``fill`` or, if ``fill`` is ``None``, are copies of the last slice of ``leaf``.
+    """Return ``leaf``, an input of the batch, extended to ``size`` along ``dim``. The new elements have the value
+    ``fill``; if ``fill`` is ``None``, they are copies of the last slice of ``leaf``.
     """
     missing = size - leaf.shape[dim]
     if missing <= 0:
@@ -217,11 +211,10 @@ def _pad_dim(leaf: Tensor, dim: int, size: int, fill: float | None) -> Tensor:
 def trim_outputs(
     rank: RankProgram, padding: BatchPadding, real: BatchShape, outputs: Mapping[str, Mapping[int, Tensor]]
 ) -> dict[str, dict[int, Tensor]]:
-    """Return ``outputs`` without padded samples and positions, as nested dicts: value name -> microbatch -> this rank's
-    tensor. The tensor of a microbatch in which all samples are padding becomes empty.
-
-    ``rank``: the program of this rank. ``padding``: says which dims of each output count samples and positions.
-    ``real``: the shape of the batch before it was padded. ``outputs``: value name -> microbatch -> this rank's tensor.
+    """Return ``outputs`` without padded samples and positions, as a nested dict: value name -> microbatch -> this
+    rank's tensor. The tensor of a microbatch that has only padding becomes empty. ``rank``: the program of this rank.
+    ``padding``: has the dims of each output that count samples and positions. ``real``: the shape of the batch before
+    padding. ``outputs``: value name -> microbatch -> this rank's tensor.
     """
     trimmed: dict[str, dict[int, Tensor]] = {value: dict(parts) for value, parts in outputs.items()}
     for output in rank.program.outputs:
@@ -245,10 +238,9 @@ def trim_outputs(
 
 
 def _keep_places(rank: RankProgram, output: OutputData, part: Tensor, dim: int, kept: Tensor) -> Tensor:
-    """Return those slices of ``part``, a rank's part of an output of the model, along ``dim`` that are not padding.
-
-    ``kept``: for each position of the whole dim, over all ranks, whether its slice is returned. ``output``: describes
-    how the output is sharded, and so which positions this rank has. ``rank``: the program of this rank.
+    """Return ``part``, a rank's part of an output of the model, without the slices along ``dim`` that are padding.
+    ``kept``: a bool for each position of the whole dim, over all ranks: whether its slice is kept. ``output``:
+    describes how the output is sharded, and thus which positions this rank has. ``rank``: the program of this rank.
     """
     mesh, at = rank.program.mesh, rank.coordinates
     for text, axis in ((output.context, "cp"), (output.layout, "tp")):

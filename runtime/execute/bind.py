@@ -1,7 +1,7 @@
 """Compile a block's graphs to functions of one rank, with collectives on the rank's groups and tensors on its device.
 
 The graphs of a program are the same for all ranks of a stage. :class:`BlockLibrary` reads and differentiates each graph
-once for all ranks of a process. :class:`Binder` turns graphs into functions of one rank.
+once for all ranks of a process. :class:`Binder` compiles graphs to functions of one rank.
 
 :class:`SharedDerivatives` shares the derivatives among the processes of a machine: one rank traces a block, and the
 others read the result. The ranks of a stage run the same functions, and so do stages of equal layers. On a machine with
@@ -67,13 +67,11 @@ from partitioner.runtime.program.analysis import differentiate_for_cpu
 from partitioner.runtime.program.program import BlockGraph, CallData, Program, RankProgram
 
 _KEPT = ("path", "source")
-_FORMAT = 1  # of graphs in files
+_FORMAT = 1  # format version of stored graphs
 
 
 class SharedDerivatives:
-    """A folder through which the processes on one machine share the forward and backward graphs of the model's
-    blocks.
-
+    """A folder through which the processes on one machine share the forward and backward graphs of the model's blocks.
     The graphs are pickled. ``compiles``: whether the graphs will be compiled by Inductor. Raise :class:`LaunchError` if
     another user could write to the folder.
     """
@@ -89,10 +87,10 @@ class SharedDerivatives:
             )
 
     def get(self, key: tuple[Any, ...], make: Callable[[], BlockDerivatives]) -> BlockDerivatives:
-        """Return the forward and backward graphs of a block, from the folder if another process has stored them. The
-        first process that calls this with ``key`` calls ``make`` and stores the result; the others wait, and import the
-        compiler meanwhile. If the first process fails or is killed, the next one calls ``make``. ``key``: a tuple that
-        identifies the block and the gradients that it needs.
+        """Return the forward and backward graphs of a block. The first process that calls this with ``key`` calls
+        ``make`` and stores the result in the folder; the others wait for the result, and import the compiler meanwhile.
+        If the first process fails or is killed, the next one calls ``make``. ``key``: a tuple that identifies the block
+        and the gradients that it needs.
         """
         name = f"{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.graphs"
         found = self._read(name)
@@ -107,8 +105,8 @@ class SharedDerivatives:
             return self._read_or_make(name, make)
 
     def _read_or_make(self, name: str, make: Callable[[], BlockDerivatives]) -> BlockDerivatives:
-        """Return the forward and backward graphs of a block (such as a layer) that are stored under ``name``, or call
-        ``make`` and store its result. The caller holds the lock.
+        """Return the forward and backward graphs of a block (such as a layer) that are stored under ``name``. If there
+        are none, call ``make``, and store and return its result. The caller holds the lock.
         """
         found = self._read(name)
         if found is None:
@@ -117,7 +115,7 @@ class SharedDerivatives:
         return found
 
     def _read(self, name: str) -> BlockDerivatives | None:
-        """Return the graphs that are stored under ``name``; ``None`` if there are none, or they are damaged."""
+        """Return the graphs that are stored under ``name``; ``None`` if there are none, or if they are damaged."""
         content = self.files.read(name)
         try:
             return None if content is None else _parse_derivatives(pickle.loads(content))
@@ -128,7 +126,7 @@ class SharedDerivatives:
 
 def _to_data(made: BlockDerivatives) -> dict[str, Any]:
     """Return ``made``, the forward and backward graphs of a block, as a dict of plain data that can be pickled: field
-    name -> value, with each graph as a list of tuples, one for each node. :func:`_parse_derivatives` reads it.
+    name -> value, with each graph as a list of tuples, one for each node. :func:`_parse_derivatives` is the inverse.
     """
     values = {f.name: getattr(made, f.name) for f in fields(made)}
     pieces = {
@@ -147,14 +145,16 @@ def _parse_derivatives(data: dict[str, Any]) -> BlockDerivatives:
 
 
 class _Node(str):
-    """The name of a graph node, as a string of a type of its own, by which serialised arguments refer to the node."""
+    """The name of a graph node, as a subclass of ``str``, so that serialised arguments distinguish a reference to the
+    node from a string.
+    """
 
 
 def _serialize_nodes(graph: fx.Graph) -> Iterator[tuple[Any, ...]]:
-    """Yield, for each node of ``graph``, a tuple of plain data: kind (``node.op``), name, operator, arguments, keyword
-    arguments, (shape, strides, type) of its tensor or ``None`` if its value is no tensor, and a dict with the entries
-    of ``node.meta`` that are named in ``_KEPT`` (module path, source line). In the arguments a :class:`_Node` stands
-    for an earlier node.
+    """Yield a tuple of plain data for each node of ``graph``: kind (``node.op``), name, operator, arguments, keyword
+    arguments, (shape, strides, dtype) of its tensor or ``None`` if its value is not a tensor, and a dict with the
+    entries of ``node.meta`` that are named in ``_KEPT`` (module path, source line). In the arguments a :class:`_Node`
+    refers to an earlier node.
     """
     for node in graph.nodes:
         target = node.target
@@ -166,10 +166,8 @@ def _serialize_nodes(graph: fx.Graph) -> Iterator[tuple[Any, ...]]:
 
 
 def _nodes_to_graph(nodes: list[tuple[Any, ...]]) -> fx.Graph:
-    """Return the FX graph that ``nodes`` describe, the inverse of :func:`_serialize_nodes`. Each of ``nodes`` is a
-    tuple for one node: kind (``node.op``), name, operator, arguments, keyword arguments, (shape, strides, type) of its
-    tensor or ``None`` if its value is no tensor, and a dict with the entries of ``node.meta`` that are named in
-    ``_KEPT`` (module path, source line). In the arguments a :class:`_Node` stands for an earlier node.
+    """Return the FX graph that ``nodes`` describe: the inverse of :func:`_serialize_nodes`, which describes
+    the tuples.
     """
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}
@@ -186,11 +184,11 @@ def _nodes_to_graph(nodes: list[tuple[Any, ...]]) -> fx.Graph:
 
 
 class GradientNeeds(NamedTuple):
-    """The gradients that the backward of one call of a block (such as a layer) has to compute.
-
-    ``inputs`` and ``states``: for each input, and each parameter or buffer, whether its gradient is computed.
-    ``outputs``: for each output, whether a gradient arrives. ``selective``: backward recomputes cheap operators instead
-    of saving their results."""
+    """The gradients that the backward of one call of a block (such as a layer) has to compute. ``inputs`` and
+    ``states``: for each input, and each parameter or buffer, whether its gradient is computed. ``outputs``: for each
+    output, whether its gradient is given. ``selective``: whether backward recomputes cheap operators instead of saving
+    their results.
+    """
 
     inputs: tuple[bool, ...]
     states: tuple[bool, ...]
@@ -199,10 +197,10 @@ class GradientNeeds(NamedTuple):
 
 
 def find_gradient_needs(program: Program, call: CallData, selective: bool = False) -> GradientNeeds | None:
-    """Return which gradients the backward of ``call`` has to compute; ``None`` if the call has no backward.
-
-    ``call``: one use of a block, such as a layer. ``selective``: backward recomputes cheap operators instead of saving
-    their results. ``program``: the program of all ranks."""
+    """Return which gradients the backward of ``call`` has to compute; ``None`` if the call has no backward. ``call``:
+    one use of a block, such as a layer. ``selective``: whether backward recomputes cheap operators instead of saving
+    their results. ``program``: the program of all ranks.
+    """
     outputs = tuple(program.values[v].requires_grad for v in call.outputs)
     if program.objective != "train" or call.prologue or not any(outputs):
         return None
@@ -213,11 +211,9 @@ def find_gradient_needs(program: Program, call: CallData, selective: bool = Fals
 
 class BlockLibrary:
     """The graphs of a program's blocks (pieces of the model, such as layers) and their backward graphs, computed on
-    first use.
-
-    Threads may share it. ``compile``: whether to use ``torch.compile``, or the name of its backend. ``shared``: a
-    folder through which the ranks on this machine share backward graphs; ``None``: the folder of compiled code if
-    Inductor compiles, else nothing is shared.
+    first use. Threads may share one library. ``compile``: whether to use ``torch.compile``, or the name of its backend.
+    ``shared``: a folder through which the ranks on this machine share backward graphs. ``None``: if Inductor compiles,
+    the folder of compiled code; otherwise graphs are not shared.
     """
 
     def __init__(
@@ -241,10 +237,8 @@ class BlockLibrary:
             return self._blocks[name]
 
     def differentiated(self, name: str, needs: GradientNeeds) -> BlockDerivatives:
-        """Return the forward and backward graphs of a block (a piece of the model, such as a layer); they are traced
-        once.
-
-        ``name``: the block's name. ``needs``: which gradients backward computes.
+        """Return the forward and backward graphs of the block (a piece of the model, such as a layer) called ``name``;
+        they are traced only once. ``needs``: the gradients that backward computes.
         """
         with one_thread:
             key = name, needs
@@ -254,9 +248,8 @@ class BlockLibrary:
             return self._derivatives[key]
 
     def _describe(self, name: str, needs: GradientNeeds) -> tuple[Any, ...]:
-        """Return a key under which the forward and backward graphs of a block (a piece of the model, such as a layer)
-        are stored: a tuple of everything on which they depend. ``name``: the name of the block. ``needs``: which
-        gradients backward computes.
+        """Return the key under which the forward and backward graphs of the block (such as a layer) called ``name`` are
+        stored: a tuple of everything on which they depend. ``needs``: the gradients that backward computes.
         """
         block = self.program.blocks[name]
         again = tuple(block.again) if needs.selective else ()
@@ -265,9 +258,8 @@ class BlockLibrary:
         return name, needs, graph, str(self.device), *version
 
     def _differentiate(self, name: str, needs: GradientNeeds) -> BlockDerivatives:
-        """Trace the forward and backward graphs of a block (a piece of the model, such as a layer), and return them.
-
-        ``name``: the block's name. ``needs``: which gradients backward computes.
+        """Trace the forward and backward graphs of the block (such as a layer) called ``name``, and return them.
+        ``needs``: the gradients that backward computes.
         """
         wanted = needs.inputs, needs.states, needs.outputs
         if self.device.type == "cpu":  # the prover may have traced it
@@ -277,12 +269,11 @@ class BlockLibrary:
         return overlap_derivatives(differentiate(self.block(name), self.device, *wanted, again), graph.pieces)
 
     def fused(self, graph: fx.Graph, num_sinks: int, name: str, needs: GradientNeeds | None, kind: str) -> fx.Graph:
-        """Return ``graph`` with each group of operators between its collectives replaced by one compiled function.
-        Return it unchanged if compilation is switched off.
-
-        Each function is compiled once for all calls of a block. ``num_sinks``: number of last outputs that are
-        gradients of parameters. ``name``: the block. ``needs``: the gradients that its backward computes. ``kind``:
-        which of its functions, such as "forward".
+        """Return ``graph`` with each group of operators between its collectives replaced by one compiled function;
+        ``graph`` itself if compilation is switched off. Each function is compiled once for all calls of a block.
+        ``num_sinks``: number of outputs, at the end, that are gradients of parameters. ``name``: name of the block.
+        ``needs``: the gradients that its backward computes. ``kind``: which function of the block ``graph`` is, such as
+        "forward".
         """
         if self.backend is None:
             return graph
@@ -298,8 +289,8 @@ class BlockLibrary:
             return fuse_segments(graph, num_sinks, self.device, made)
 
     def compile_segments(self) -> None:
-        """Compile the functions that have been made so far, together with the other processes of this machine.
-        Functions of blocks with experts, whose shapes depend on how many tokens each expert gets, are left out; they
+        """Compile the functions that have been created so far, together with the other processes of this machine.
+        Functions of blocks with experts, whose shapes depend on the number of tokens of each expert, are left out; they
         are compiled at their first call.
         """
         if not self._segments:
@@ -310,8 +301,9 @@ class BlockLibrary:
 
 @cache
 def _hash_passes() -> str:
-    """Return a hash of the source files of the package that differentiates graphs. It is part of the key of stored
-    graphs, so that graphs of another version of the package are not used."""
+    """Return a hash of the source files of the package that differentiates graphs. The hash is part of the key of
+    stored graphs, so that graphs of another version of the package are not used.
+    """
     files = sorted(Path(passes.__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
 
@@ -324,11 +316,10 @@ def _has_routing(block: BlockGraph) -> bool:
 
 
 class CurrentMicrobatch:
-    """Holds the index (on this rank, from 0) of the microbatch that runs now, in ``microbatch``.
-
-    ``data_index()`` returns the microbatch's index in the global batch, as a tensor; graphs read it by the operator
-    ``axis_index("data")``. ``share``: the indices, over the global batch, of this rank's microbatches. ``device``:
-    where that tensor is.
+    """Holds the index (on this rank, from 0) of the microbatch that runs now, in ``microbatch``. ``data_index()``
+    returns the microbatch's index in the global batch, as a tensor; graphs read it by the operator
+    ``axis_index("data")``. ``share``: the indices, over the global batch, of this rank's microbatches. ``device``: the
+    device of this tensor.
     """
 
     def __init__(self, share: range, device: torch.device) -> None:
@@ -340,9 +331,8 @@ class CurrentMicrobatch:
 
 
 class Binder:
-    """Compiles the graphs of blocks (pieces of the model, such as layers) to Python functions of one rank, each once.
-
-    Collectives in the graphs run on the process groups of ``communicator``. ``library``: has the graphs.
+    """Compiles the graphs of blocks (pieces of the model, such as layers) to Python functions of one rank, each only
+    once. Collectives in the graphs run on the process groups of ``communicator``. ``library``: has the graphs.
     """
 
     def __init__(self, rank: RankProgram, library: BlockLibrary, communicator: Communicator) -> None:
@@ -357,9 +347,9 @@ class Binder:
         return list(self._compiled.values())
 
     def compile_plain(self, name: str) -> CompiledGraph:
-        """Compile a block (a piece of the model, such as a layer) for calls without backward, and return the function.
-
-        It takes the block's parameters, buffers and inputs, and returns its outputs. ``name``: the block's name.
+        """Compile the block (a piece of the model, such as a layer) called ``name`` for calls without backward, and
+        return the function. The function takes the block's parameters, buffers and inputs, and returns the block's
+        outputs.
         """
         block, pieces = self.library.block(name), self.library.program.blocks[name].pieces
         return self._compile_once(
@@ -367,12 +357,10 @@ class Binder:
         )
 
     def compile_piece(self, name: str, needs: GradientNeeds, kind: str) -> CompiledGraph:
-        """Compile one of the functions of the forward and backward of a block (a piece of the model, such as a layer).
-        The function does not return gradients of parameters, but adds them to accumulators that it gets as arguments.
-
-        ``name``: the block's name. ``needs``: the gradients to compute. ``kind``: ``forward``, ``backward``,
-        ``backward_input``, ``backward_weight``, or one half of ``forward``: ``outputs`` or ``saved`` (the tensors that
-        backward needs).
+        """Compile one of the functions of the forward and backward of the block (a piece of the model, such as a layer)
+        called ``name``. The function does not return gradients of parameters, but adds them to accumulators that it
+        gets as arguments. ``needs``: the gradients to compute. ``kind``: ``forward``, ``backward``, ``backward_input``,
+        ``backward_weight``, or one half of ``forward``: ``outputs`` or ``saved`` (the tensors that backward needs).
         """
         derived = self.library.differentiated(name, needs)
         return self._compile_once(name, needs, kind, lambda: _PIECES[kind](derived))
@@ -380,10 +368,10 @@ class Binder:
     def _compile_once(
         self, name: str, needs: GradientNeeds | None, kind: str, make: Callable[[], tuple[fx.Graph, int]]
     ) -> CompiledGraph:
-        """Return the compiled function of a block's graph; compile it if this is the first request for it.
-
-        ``name``: the block. ``needs``: the gradients that its backward computes. ``kind``: which of its functions, such
-        as "forward". ``make``: returns the graph and the number of its last outputs that are accumulated gradients.
+        """Return the compiled function of a block's graph; compile the graph at the first request. ``name``: the block.
+        ``needs``: the gradients that its backward computes. ``kind``: which function of the block it is, such as
+        "forward". ``make``: function that returns the graph and the number of its outputs, at the end, that are
+        accumulated gradients.
         """
         key = name, needs, kind
         if key not in self._compiled:
@@ -399,8 +387,8 @@ class Binder:
         return {node: self._bind_collective(node, name) for node, name in names.items() if name is not None}
 
     def _bind_collective(self, node: fx.Node, name: str) -> Binding:
-        """Return how a compiled graph runs ``node``, a collective of the graph, on this rank: as a :class:`Binding`,
-        such as a function that starts it. ``name``: the collective, such as ``all_gather``.
+        """Return how a compiled graph runs ``node``, a collective, on this rank: a :class:`Binding`, such as a function
+        that starts the collective. ``name``: the collective, such as ``all_gather``.
         """
         if name == "axis_index":
             axis = node.args[0]
@@ -423,8 +411,9 @@ def _name_arguments(*names: str) -> Callable[..., dict[str, Any]]:
 
 
 def _name_scored_arguments(*names: str) -> Callable[..., dict[str, Any]]:
-    """Return a function that returns its arguments by name: ``names``, then ``reach`` and ``trained``, which may be
-    absent."""
+    """Return a function that returns its positional arguments as a dict with the keys ``names``, ``reach`` and
+    ``trained``. The last two arguments may be left out; their defaults are ``()`` and ``False``.
+    """
     every, preset = (*names, "reach", "trained"), ((), False)
     return lambda *values: dict(zip(every, (*values, *preset[len(values) - len(names) :]), strict=True))
 
@@ -475,8 +464,8 @@ def _bind_reduce_scatter(group: RankGroup, dim: int, **_: Any) -> Binding:
 
 
 class _OperandReleasingPending:
-    """A collective in progress whose operand nothing else reads, so that the operand's memory is freed when it has been
-    sent.
+    """A collective in progress whose operand has no other reader. The operand's memory is freed when the collective has
+    ended.
     """
 
     __slots__ = ("operand", "pending")
@@ -508,7 +497,7 @@ def _reduce_max(group: RankGroup, **_: Any) -> Binding:
 
 def _bind_reduction(group: RankGroup, maximum: bool) -> Binding:
     """Return two functions with which a compiled graph starts an all-reduce over ``group``: one copies its operand
-    first, the other overwrites it. The all-reduce is a sum or, with ``maximum``, a maximum.
+    first, the other overwrites it. If ``maximum`` is true, the all-reduce computes the maximum, otherwise the sum.
     """
 
     def start(x: Tensor) -> Pending:
@@ -583,12 +572,12 @@ def _make_scored_attention(
     """Return an attention over a sequence that is sharded over ``group``, whose scores are capped or depend on the
     distance, or in which queries of a document see keys of its prefix.
 
-    ``band``: the positions around its own that a query sees. ``scale``, ``cap``: factor and cap of the scores.
-    ``reach``: within how many positions before and after its own a query sees keys of the prefix; empty: no limits.
-    ``data``: the operator's other arguments by name: ``zigzag``, ``algorithm``, ``trained`` (whether slopes have a
-    gradient), and the operands ``ids`` (document of each position), ``prefix`` (which keys are in a prefix) and
-    ``slopes`` (how scores depend on the distance). An operand that the attention does not have is ``None``; the values
-    of the others are not read here.
+    ``band``: the range of positions, relative to its own, that a query sees. ``scale``, ``cap``: factor and cap of the
+    scores. ``reach``: numbers of positions before and after its own within which a query sees keys of the prefix;
+    empty: no limits. ``data``: the operator's other arguments by name: ``zigzag``, ``algorithm``, ``trained`` (whether
+    the gradient of slopes is computed), and the operands ``ids`` (document of each position), ``prefix`` (flags of keys
+    in a prefix) and ``slopes`` (change of a score with the distance). Only whether an operand is ``None`` (absent) is
+    used here.
     """
     ids, prefix, slopes = (data[name] is not None for name in _MARKS)
     zigzag, algorithm, trained = data["zigzag"], data["algorithm"], data["trained"]
@@ -597,8 +586,8 @@ def _make_scored_attention(
 
 
 def _bind_inplace(node: fx.Node, binding: Binding) -> Binding:
-    """Return a copy of ``binding``, which says what function a compiled graph calls for ``node``. The copy passes to
-    this function one operand for each tensor argument of the node, in order. Without this, a node that occurs twice
+    """Return a copy of ``binding``, which has the function that a compiled graph calls for ``node``. The copy passes to
+    this function one operand for each tensor argument of ``node``, in order. Without this, a node that occurs twice
     among the arguments would be passed only once.
     """
     assert isinstance(binding, DirectBinding)
@@ -610,8 +599,8 @@ def _bind_inplace(node: fx.Node, binding: Binding) -> Binding:
 def _bind_pieces(node: fx.Node, group: RankGroup, weights: list[fx.Node], dim: int, pieces: int, **how: Any) -> Binding:
     """Return the function with which a compiled graph starts ``node``, an all-gather or reduce-scatter that
     communicates in pieces while it multiplies. The function takes the node's distinct operands. ``group``: the ranks.
-    ``weights``: the matrices. ``dim``: the dim along which shards are joined or a sum is cut. ``pieces``: the number of
-    pieces. ``how``: the other arguments of the operator by name.
+    ``weights``: the matrices. ``dim``: the dim along which shards are joined, or along which the sum is cut.
+    ``pieces``: the number of pieces. ``how``: the other arguments of the operator by name.
     """
     given = node.all_input_nodes
     place = {operand: i for i, operand in enumerate(given)}
@@ -646,7 +635,7 @@ def _bind_slice(group: RankGroup, dim: int, **_: Any) -> Binding:
 
     def take(x: Tensor) -> Tensor:
         length = x.shape[dim] // group.size
-        return x.narrow(dim, group.index * length, length).contiguous()  # as its meta value is
+        return x.narrow(dim, group.index * length, length).contiguous()  # like the node's meta value
 
     return DirectBinding(take)
 
@@ -658,9 +647,7 @@ def _bind_pad(group: RankGroup, dim: int, **_: Any) -> Binding:
     """
 
     def pad(x: Tensor) -> Tensor:
-        """Return a tensor of zeros that has ``x`` at this rank's position along the dim over which the tensor is
-        sharded.
-        """
+        """Return a tensor of zeros in which ``x`` is at this rank's position along ``dim``."""
         shape = list(x.shape)
         shape[dim] *= group.size
         whole = x.new_zeros(shape)
@@ -694,7 +681,7 @@ assert _BINDINGS.keys() | IN_PIECES == _ARGUMENTS.keys()
 
 
 def _make_results_contiguous(graph: fx.Graph) -> fx.Graph:
-    """Return ``graph`` changed so that its results are contiguous tensors; the graph itself if they are."""
+    """Return a copy of ``graph`` whose results are contiguous tensors; ``graph`` itself if they already are."""
     results: Any = graph.output_node().args[0]
     strided: list[fx.Node] = [n for n in results if not n.meta["val"].is_contiguous()]
     if not strided:
@@ -715,7 +702,7 @@ def _select_whole_piece(piece: JointSubgraph, num_sinks: int = 0) -> tuple[fx.Gr
 
 def _select_outputs(piece: JointSubgraph, start: int, stop: int | None) -> tuple[fx.Graph, int]:
     """Return a graph that computes only the outputs ``[start:stop]`` of ``piece``, a graph of a block's forward or
-    backward, and the number of these outputs that are accumulated gradients, which is always 0.
+    backward, and 0, the number of these outputs that are accumulated gradients.
     """
     graph = fx.Graph()
     outputs = graph.graph_copy(piece.graph, {})

@@ -1,5 +1,4 @@
-"""Run one call of a block (such as a layer) on one rank, forward and backward, and keep the tensors that backward
-needs."""
+"""Run one block call (such as a layer) on one rank, forward and backward, and store the tensors that backward needs."""
 
 from __future__ import annotations
 
@@ -17,14 +16,14 @@ from partitioner.runtime.state.host_offload import HostCopier, OffloadedActivati
 
 
 class Environment:
-    """The tensors of a step in progress on one rank: values and gradients of each microbatch, and what forward saves
-    for backward.
+    """The tensors of a step in progress on one rank: values and gradients of each microbatch, and the tensors that
+    forward saves for backward.
 
     ``values`` (tensors that pass between calls of blocks, such as layers) and ``gradients``: lists over this rank's
-    microbatches of name -> tensor. Three dicts have keys (microbatch, position of the call on the stage): ``saved`` has
-    the tensors that forward saved for backward, ``parked`` those of them that were moved to host memory, and
-    ``staying`` the addresses of the memory that is not moved. ``copier``: starts the copies to and from host memory;
-    ``None``: there are none.
+    microbatches of dicts: name -> tensor. The next three are dicts with keys (microbatch, position of the call on the
+    stage). ``saved``: the tensors that forward saved for backward. ``parked``: saved tensors that were moved to host
+    memory. ``staying``: the addresses of the memory that is not moved. ``copier``: starts the copies to and from host
+    memory; ``None``: a new one.
     """
 
     def __init__(self, rank: RankProgram, device: torch.device, copier: HostCopier | None = None) -> None:
@@ -33,7 +32,7 @@ class Environment:
         self.values: list[dict[str, Tensor]] = [{} for _ in rank.share]
         self.gradients: list[dict[str, Tensor]] = [{} for _ in rank.share]
         self.saved: dict[tuple[int, int], list[Any]] = {}
-        self.staying: dict[tuple[int, int], set[int]] = {}  # the memory that an OFFLOAD leaves where it is
+        self.staying: dict[tuple[int, int], set[int]] = {}  # the memory that an OFFLOAD does not move
         self.parked: dict[tuple[int, int], OffloadedActivations] = {}
         self.copier = copier or HostCopier(device)
         self.seed: Tensor | None = None
@@ -42,9 +41,7 @@ class Environment:
 
     def begin(self) -> None:
         """Remove all tensors of the last step, and set the gradient of the loss of every microbatch to 1, or to the
-        loss scale.
-
-        The loss of a step is the sum of the losses of its microbatches.
+        loss scale. The loss of a step is the sum of the losses of its microbatches.
         """
         self.clear()
         if self.seed is not None and self.program.loss is not None:
@@ -58,8 +55,8 @@ class Environment:
             kept.clear()
 
     def gradient(self, microbatch: int, value: str) -> Tensor:
-        """Return the accumulated gradient of the tensor that is named ``value`` in the program, for the microbatch with
-        the index ``microbatch``; zeros if nothing has been added.
+        """Return the accumulated gradient of the program's tensor named ``value``, for the microbatch with the index
+        ``microbatch``; zeros if nothing has been added.
         """
         gradient = self.gradients[microbatch].get(value)
         if gradient is None:
@@ -68,8 +65,8 @@ class Environment:
         return gradient
 
     def add_gradient(self, microbatch: int, value: str, gradient: Tensor) -> None:
-        """Add ``gradient`` to the gradient of the tensor that is named ``value`` in the program, for the microbatch
-        with the index ``microbatch``.
+        """Add ``gradient`` to the gradient of the program's tensor named ``value``, for the microbatch with the index
+        ``microbatch``.
         """
         # Not in place: a gradient may share its memory with another value's.
         gradients = self.gradients[microbatch]
@@ -78,10 +75,9 @@ class Environment:
 
 
 class StageStates(NamedTuple):
-    """The parameters and buffers of a pipeline stage on one rank, by name.
-
-    ``tensors``: their values. ``sinks``: the objects that accumulate their gradients. ``leaving``: the names of those
-    whose memory is freed between block calls (layers), such as parameters sharded by ZeRO.
+    """The parameters and buffers of a pipeline stage on one rank, by name. ``tensors``: their values. ``sinks``: the
+    objects that accumulate their gradients. ``leaving``: the names of those whose memory is freed between block calls
+    (such as layers), such as parameters sharded by ZeRO.
     """
 
     tensors: Mapping[str, Tensor]
@@ -90,10 +86,11 @@ class StageStates(NamedTuple):
 
 
 class BoundCall:
-    """A call, which is one use of a block such as a layer, with this rank's parameters and compiled functions.
+    """One block call (a use of a block such as a layer), with this rank's parameters and compiled functions.
 
     Args:
-        binder: compiles the functions. ``env``: where tensors of the step are read and stored.
+        binder: compiles the functions.
+        env: holds the tensors of the step, which the call reads and stores.
         index: position of the call on the pipeline stage, from 0.
         states: the parameters and buffers of the stage.
         watched: value name -> function that is called with (microbatch, name, tensor) when the call computes this
@@ -146,10 +143,9 @@ class BoundCall:
             self.run_weight = binder.compile_piece(self.call.block, needs, "backward_weight").function
 
     def forward(self, microbatch: int, values: dict[str, Tensor]) -> None:
-        """Run the forward of this call (an execution of a block, such as a layer) on the microbatch with the index
-        ``microbatch``: read the inputs from ``values``, and store the outputs there. ``values``: name -> tensor.
-
-        The tensors that backward needs are saved in ``env``, the object that holds the tensors of the step.
+        """Run the forward of this block call (such as a layer) on the microbatch with the index ``microbatch``. Inputs
+        are read from, and outputs stored in, ``values``, a dict: name -> tensor. The tensors that backward needs are
+        saved in :attr:`env`.
         """
         self.moment.microbatch = microbatch
         given = [values[v] for v in self.inputs]
@@ -170,8 +166,8 @@ class BoundCall:
             tell(microbatch, name, results[k])
 
     def backward(self, microbatch: int) -> None:
-        """Run the backward of this call (an execution of a block, such as a layer) on the microbatch with the index
-        ``microbatch``: add the gradients of the inputs and of the parameters. Do nothing if the call needs no backward.
+        """Run the backward of this block call (such as a layer) on the microbatch with the index ``microbatch``: add
+        the gradients of the inputs and of the parameters. Do nothing if the call has no backward.
         """
         if self.has_backward:
             self._add_input_gradients(
@@ -179,8 +175,8 @@ class BoundCall:
             )
 
     def backward_input(self, microbatch: int) -> None:
-        """Run the half of the backward of this call (an execution of a block, such as a layer) that adds the gradients
-        of the inputs, on the microbatch with the index ``microbatch``. Save the tensors that the other half needs.
+        """Run the half of the backward of this block call (such as a layer) that adds the gradients of the inputs, on
+        the microbatch with the index ``microbatch``. Save the tensors that the other half needs.
         """
         if self.has_backward:
             results = self.run_input(self._collect_backward_arguments(microbatch), ())
@@ -188,17 +184,16 @@ class BoundCall:
             self._add_input_gradients(microbatch, results)
 
     def backward_weight(self, microbatch: int) -> None:
-        """Run the half of the backward of this call (an execution of a block, such as a layer) that adds the gradients
-        of the parameters, on the microbatch with the index ``microbatch``. The half that adds the gradients of the
-        inputs must have run before.
+        """Run the half of the backward of this block call (such as a layer) that adds the gradients of the parameters,
+        on the microbatch with the index ``microbatch``. :meth:`backward_input` must have run before.
         """
         if self.has_backward:
             self.moment.microbatch = microbatch
             self.run_weight(self.env.saved.pop((microbatch, self.index)), self.sinks)
 
     def offload(self, microbatch: int) -> None:
-        """Start to move the tensors that the forward of this call (an execution of a block, such as a layer) saved for
-        the microbatch with the index ``microbatch`` to host memory.
+        """Start to move the tensors that the forward of this block call (such as a layer) saved for the microbatch with
+        the index ``microbatch`` to host memory.
         """
         if self.has_backward:
             place = microbatch, self.index
@@ -206,15 +201,15 @@ class BoundCall:
             self.env.parked[place] = OffloadedActivations(saved, stay, self.env.copier)
 
     def fetch(self, microbatch: int) -> None:
-        """Start to copy saved tensors from host memory back to the device: those that the forward of this call (an
-        execution of a block, such as a layer) saved for the microbatch with the index ``microbatch``.
+        """Start to copy the tensors that the forward of this block call (such as a layer) saved for the microbatch with
+        the index ``microbatch`` from host memory back to the device.
         """
         if self.has_backward:
             self.env.parked[microbatch, self.index].fetch()
 
     def _collect_backward_arguments(self, microbatch: int) -> list[Any]:
-        """Return the arguments for the backward of this call (an execution of a block, such as a layer) on the
-        microbatch with the index ``microbatch``: saved tensors, recomputed if necessary, then gradients of the outputs.
+        """Return the arguments for the backward of this block call (such as a layer) on the microbatch with the index
+        ``microbatch``: saved tensors, recomputed if necessary, then gradients of the outputs.
         """
         self.moment.microbatch = microbatch
         place = microbatch, self.index
@@ -231,8 +226,8 @@ class BoundCall:
 
 
 def _copy_shared_results(results: Sequence[Tensor], states: Sequence[Tensor]) -> list[Tensor]:
-    """Return ``results``, where tensors that share memory with one of ``states`` (parameters and buffers) are replaced
-    by copies. Expanded dims stay expanded.
+    """Return ``results``, with copies in place of tensors that share memory with one of ``states`` (parameters and
+    buffers). Expanded dims stay expanded.
     """
     theirs = {get_storage_address(state) for state in states}
     return [_copy_expanded(x) if get_storage_address(x) in theirs else x for x in results]

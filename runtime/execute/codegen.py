@@ -6,7 +6,7 @@ read; independent operators are moved in between. Every line of the function is 
 names the node, the module's path and the source line, at no cost in a run without errors.
 
 ATen operators are replaced by faster Python functions with the same result. ``torch.ops.aten.mm.default`` goes through
-boxed arguments and takes 2 microseconds more than ``torch.mm`` (measured); on small tensors that is half of the
+boxed arguments and takes 2 microseconds more than ``torch.mm`` (measured), which on small tensors is half of the
 operator's time. A view that is impossible with its operand's strides becomes a copy, so gradients may have any strides.
 """
 
@@ -101,10 +101,9 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def find_dim_sum(node: fx.Node) -> fx.Node | None:
-    """Return the node that sums a tensor over some dims, if ``node`` has this sum as its value: ``node`` itself, or the
-    operand of ``node`` if that is a view which drops the summed dims.
-
-    Return ``None`` if ``node`` is no such sum. The gradient of a bias has this form.
+    """Return the node that sums a tensor over some dims, if its sum is the value of ``node``: ``node`` itself, or the
+    operand of ``node`` if ``node`` is a view that drops the summed dims. Otherwise return ``None``. The gradient of a
+    bias has this form.
     """
     source = node.args[0] if node.target in _VIEWS else node
     if not isinstance(source, fx.Node) or source.target is not aten.sum.dim_IntList or source.kwargs:
@@ -128,22 +127,20 @@ _LITERALS = (bool, int, str, type(None))
 
 @dataclass(frozen=True)
 class AliasBinding:
-    """Tells the compiler of a graph that the value of a node is its operand: no function is called."""
+    """Tells the compiler of a graph that the value of a node is its operand, so that no function is called."""
 
 
 @dataclass(frozen=True)
 class ConstantBinding:
-    """Tells the compiler of a graph that the value of a node is the constant ``value``, known when the graph is
-    compiled.
-    """
+    """Tells the compiler of a graph that the value of a node is the constant ``value``, known at compile time."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class DirectBinding:
-    """Tells the compiler of a graph to call ``function`` for a node, with the node's tensor operands; its result is the
-    node's value.
+    """Tells the compiler of a graph to compute the value of a node by calling ``function`` with the node's tensor
+    operands.
     """
 
     function: Callable[..., Any]
@@ -151,10 +148,9 @@ class DirectBinding:
 
 @dataclass(frozen=True)
 class AsyncBinding:
-    """Tells the compiler of a graph that a node is a collective: ``function`` is called with the node's operands and
-    starts it, and ``wait()`` of what it returns gives the node's value.
-
-    ``scratch`` is called instead of ``function`` if nothing else uses the operand; it may overwrite the operand.
+    """Tells the compiler of a graph that a node is a collective. ``function`` starts the collective, given the node's
+    operands, and returns a handle whose ``wait()`` returns the node's value. ``scratch`` is called instead of
+    ``function`` if nothing else uses the operand; it may overwrite the operand.
     """
 
     function: Callable[..., Any]
@@ -166,12 +162,10 @@ Binding = AliasBinding | ConstantBinding | DirectBinding | AsyncBinding
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """A graph that is compiled to the Python function ``function(arguments, sinks)``.
-
-    The function returns the graph's outputs, except gradients of parameters, which it adds to the accumulators
-    ``sinks``. ``arguments``: a list, which the function empties. ``name``: the graph's name. ``filename``: the name by
-    which tracebacks refer to the source. ``code``: the function's source. ``nodes``: line number of ``code`` -> graph
-    node.
+    """A graph that is compiled to the Python function ``function(arguments, sinks)``. The function returns the graph's
+    outputs, except gradients of parameters, which it adds to the accumulators ``sinks``. ``arguments`` is a list, which
+    the function empties. ``name``: the graph's name. ``filename``: the file name of the function in tracebacks.
+    ``code``: the function's source. ``nodes``: line number of ``code`` -> graph node.
     """
 
     name: str
@@ -181,8 +175,8 @@ class CompiledGraph:
     nodes: dict[int, fx.Node] = field(repr=False)
 
     def node_at(self, traceback: TracebackType | None) -> fx.Node | None:
-        """Return the graph node in whose line an error was raised, from the error's traceback; ``None`` if it is from
-        elsewhere.
+        """Return the graph node in whose line an error was raised, from the error's traceback; ``None`` if the error
+        was not raised in this function.
         """
         found = None
         while traceback is not None:
@@ -206,21 +200,20 @@ def compile_graph(
 
     Args:
         name: part of the file name in tracebacks.
-        bindings: what to call for nodes, such as collectives, that do not run their ATen operator.
+        bindings: functions to call for nodes, such as collectives, that do not run their ATen operator.
         device: the device on which the graph creates tensors.
-        num_sinks: number of last outputs that are not returned, but added to the accumulators in the function's
-            argument ``sinks`` as soon as they are computed: ``sink.add(value)``. If nothing else reads the value, the
-            accumulator computes it: ``sink.addmm(a, b)``, ``sink.add_sum(x, dims)`` or
+        num_sinks: number of outputs, at the end, that are not returned. They are added to the accumulators in the
+            function's argument ``sinks`` as soon as they are computed: ``sink.add(value)``. If nothing else reads the
+            value, the accumulator computes it: ``sink.addmm(a, b)``, ``sink.add_sum(x, dims)`` or
             ``sink.add_grouped_product(...)``.
     """
     return _CodeWriter(graph, name, bindings, device, num_sinks).compile_code()
 
 
 class _CodeWriter:
-    """Writes the source of the Python function for one graph, line by line, and compiles it.
-
-    ``bindings``: what to call for nodes that do not run their ATen operator. ``num_sinks``: number of last outputs that
-    are accumulated instead of returned.
+    """Writes the source of the Python function for one graph, line by line, and compiles it. ``bindings``: functions to
+    call for nodes that do not run their ATen operator. ``num_sinks``: number of outputs, at the end, that are
+    accumulated instead of returned.
     """
 
     def __init__(
@@ -239,7 +232,7 @@ class _CodeWriter:
             for n in self.sunk
             if n is not None and self.is_only_accumulated(n) and (s := find_dim_sum(n)) is not None
         }
-        # The sink sums up: to all others the summed value is the one before.
+        # The accumulator computes the sum, so the node of the sum becomes an alias of its operand.
         self.bindings = {**bindings, **{s: AliasBinding() for n, s in self.sums.items() if s is not n}}
         self.stacks, passed = self.find_grouped_sums()
         self.bindings |= {n: AliasBinding() for n in passed}
@@ -251,11 +244,9 @@ class _CodeWriter:
         self.line_nodes: dict[int, fx.Node] = {}
 
     def find_grouped_sums(self) -> tuple[dict[fx.Node, bool], list[fx.Node]]:
-        """Find the gradients of stacked expert weights that nothing but their accumulator reads, so that the
-        accumulator can compute them in place.
-
-        Return a dict and a list. The dict is: node that computes such a gradient -> whether the last two dims of its
-        result are swapped afterwards. The list has views and copies of gradients that need not run, because an
+        """Find the gradients of stacked expert weights that only their accumulator reads, so that the accumulator can
+        compute them in place. Return a dict: node that computes such a gradient -> whether the last two dims of its
+        result are swapped afterwards; and a list of views and copies of gradients that need not run, because an
         accumulator accepts any strides.
         """
         stacks: dict[fx.Node, bool] = {}
@@ -305,10 +296,9 @@ class _CodeWriter:
 
     def unpack_arguments(self, sinks: Mapping[fx.Node, list[int]]) -> None:
         """Write the source lines that assign the function's arguments to variables, and that delete the variables that
-        nothing reads. If an argument is itself the gradient of a parameter from one microbatch, also write the line
-        that adds it to the parameter's accumulator (a sum over microbatches).
-
-        ``sinks``: node -> indices of the accumulators to which the node's value is added.
+        nothing reads. If an argument is itself the gradient of a parameter, also write the line that adds it to the
+        parameter's accumulator (a sum over microbatches). ``sinks``: node -> indices of the accumulators to which the
+        node's value is added.
         """
         for node in self.placeholders:
             self.names[node] = f"v{len(self.names)}"
@@ -321,17 +311,18 @@ class _CodeWriter:
         self.write_deletion([n for n in self.placeholders if n not in read])
 
     def resolve_alias(self, node: fx.Node) -> fx.Node:
-        """Return the node whose variable has the value of ``node``: ``node`` itself, or the operand that it passes
-        through unchanged.
+        """Return the node whose variable holds the value of ``node``: ``node`` itself or, if ``node`` only passes its
+        operand through, the node of the operand.
         """
         while isinstance(self.bindings.get(node), AliasBinding):
             node = node.all_input_nodes[0]
         return node
 
     def find_sinks(self) -> dict[fx.Node, list[int]]:
-        """Return, for each node whose value is the gradient of a parameter from one microbatch, the accumulators (sums
-        over microbatches) to which the compiled function adds it: node -> indices of the accumulators in the function's
-        argument ``sinks``."""
+        """Return a dict: node whose value is the gradient of a parameter from one microbatch -> indices, in the
+        function's argument ``sinks``, of the accumulators (sums over microbatches) to which the compiled function adds
+        the value.
+        """
         sinks: dict[fx.Node, list[int]] = {}
         for i, result in enumerate(self.sunk):
             if result is not None:
@@ -339,10 +330,9 @@ class _CodeWriter:
         return sinks
 
     def find_last_uses(self) -> dict[int, list[fx.Node]]:
-        """Return which values the generated function deletes after each of its steps, because no later step reads them.
-
-        A step is an operator that runs, or a wait for a collective. The result is: index of the step -> the nodes of
-        these values.
+        """Return the values that the generated function deletes after each of its steps, because no later step reads
+        them, as a dict: index of the step -> nodes of these values. A step is an operator that runs, or a wait for a
+        collective.
         """
         last: dict[fx.Node, int] = {}
         for index, (node, wait) in enumerate(self.steps):
@@ -357,8 +347,8 @@ class _CodeWriter:
         return uses
 
     def find_overwritable(self) -> set[fx.Node]:
-        """Return the collectives of the graph (nodes) that may overwrite their operand, because it is computed in this
-        graph and used by nothing else.
+        """Return the collectives of the graph (nodes) that may overwrite their operand, because the operand is computed
+        in this graph and not used later.
         """
         family = find_memory_owners(
             self.graph, lambda n: can_alias_operand(n) or isinstance(self.bindings.get(n), AliasBinding | DirectBinding)
@@ -386,10 +376,9 @@ class _CodeWriter:
     def write_step(
         self, node: fx.Node, wait: bool, sinks: Mapping[fx.Node, list[int]], overwritable: set[fx.Node]
     ) -> None:
-        """Write the lines that run ``node`` or, with ``wait``, that wait for the collective which ``node`` started.
-
-        ``sinks``: node -> indices of the accumulators that add up its value. ``overwritable``: collectives that may
-        overwrite their operand.
+        """If ``wait`` is false, write the lines that run or start ``node``; otherwise the line that waits for the
+        collective ``node``. ``sinks``: node -> indices of the accumulators to which its value is added.
+        ``overwritable``: collectives that may overwrite their operand.
         """
         binding = self.bindings.get(node)
         if wait:
@@ -408,10 +397,8 @@ class _CodeWriter:
                 self.append_line(f"sink_{sink}.add({self.names[node]})", node)
 
     def write_expression(self, node: fx.Node, binding: Binding | None, overwritable: set[fx.Node]) -> str:
-        """Return the source of the expression that computes ``node``.
-
-        ``binding``: what to call instead of its operator, or ``None``. ``overwritable``: collectives that may overwrite
-        their operand.
+        """Return the source of the expression that computes ``node``. ``binding``: the function to call instead of the
+        operator of ``node``, or ``None``. ``overwritable``: collectives that may overwrite their operand.
         """
         if node.target is operator.getitem:
             return f"{self.render_value(node.args[0])}[{node.args[1]!r}]"
@@ -427,7 +414,7 @@ class _CodeWriter:
         return f"{self.add_constant(function, node)}({', '.join(arguments)})"
 
     def choose_function(self, node: fx.Node) -> Any:
-        """Return the Python function or operator that computes ``node`` on the graph's device in the least time."""
+        """Return the fastest Python function or operator that computes ``node`` on the graph's device."""
         if self.device.type == "cpu" and node.target in PRODUCTS and not node.kwargs:
             faster = choose_product(node.target, tuple(o.meta.get("val") for o in node.args if isinstance(o, fx.Node)))
             if faster is not None:
@@ -435,9 +422,9 @@ class _CodeWriter:
         return FAST.get(node.target, node.target)
 
     def write_product(self, node: fx.Node, to: list[int]) -> bool:
-        """Write a line in which an accumulator of gradients computes the matrix product or sum of ``node`` in place,
-        and return ``True``. Return ``False`` and write nothing if something else reads the result of ``node``, or if
-        ``node`` is no product or sum. ``to``: indices of the accumulators that add up the result.
+        """If ``node`` is a matrix product or sum that only an accumulator of gradients reads, write a line in which the
+        accumulator computes it in place, and return ``True``; otherwise write nothing and return ``False``. ``to``:
+        indices of the accumulators to which the result is added.
         """
         if len(to) > 1 or not (node in self.stacks or self.is_only_accumulated(node)):
             return False
@@ -492,8 +479,8 @@ class _CodeWriter:
 
 
 def _is_transposed_copy(node: fx.Node) -> bool | None:
-    """Return ``True`` if ``node`` swaps the last two dims of a stack of matrices, ``False`` if it is a copy, ``None``
-    if it is neither.
+    """Return ``True`` if ``node`` swaps the last two dims of a stack of matrices, ``False`` if it is a copy, and
+    ``None`` if it is neither.
     """
     if node.target is torch.ops.aten.clone.default:
         return False

@@ -1,14 +1,13 @@
 """Operators that compute and communicate: attention over a sharded sequence, and the exchange of rows with experts.
 
 There are two algorithms for attention over a sequence of which each rank of a group has a part.
-
 * Ring: keys and values travel from rank to rank. While a rank attends to the current ones, the next are in transfer. In
-  backward they travel once more, followed by their gradients, to which each rank adds, until these are back at their
-  rank (Liu et al. 2023). With a sliding window, steps in which no rank sees a key are skipped.
+  backward they travel once more, followed by their gradients, to which each rank adds, until the gradients are back at
+  the rank of their keys (Liu et al. 2023). With a sliding window, steps in which no rank sees a key are skipped.
 * All-gather: every rank gathers all keys and values temporarily, forward and backward (used to train Llama 3, Dubey et
   al. 2024), and their gradients are reduce-scattered.
 
-Both also compute attention within documents. The ids of the documents are gathered by every rank beforehand.
+Both also compute attention within documents. Every rank gathers the document ids beforehand.
 
 Rows (tokens) travel to their experts and back over a group of ranks that hold equal numbers of experts. The numbers of
 rows are exchanged first, at a fixed size; all later exchanges, forward and backward, use them. Every rank takes part in
@@ -50,21 +49,22 @@ from partitioner.passes.ops.score_changes import ScoreChange
 from partitioner.passes.ops.scored_attention import RowMarks, list_marked_tiles, mark_rows, round_slopes
 from partitioner.runtime.comm.group import Pending, RankGroup
 
-# Attend to the keys and values that a rank has after a step of the ring; None: to those of all ranks.
+# Function of (step, keys, values) that attends to the keys and values that a rank has after a step of the ring. If the
+# step is None, they are those of all ranks.
 Attend = Callable[[int | None, Tensor, Tensor], None]
-# The same in backward: also adds to the gradients of these keys and values.
+# Backward of Attend: its two further arguments are gradients of the keys and values, to which it adds.
 AttendBackward = Callable[[int | None, Tensor, Tensor, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
 class KeyExchange:
-    """The exchange of keys and values of an attention over a sequence that is sharded over ``group``.
+    """The exchange of keys and values of an attention over a sequence that is sharded over ``group``. Queries are ``[b,
+    h, s/n, d]``, keys and values ``[b, kv, t/n, d]`` for ``n`` ranks.
 
-    Queries are ``[b, h, s/n, d]``, keys and values ``[b, kv, t/n, d]`` for ``n`` ranks. ``band`` says which keys each
-    query sees, by positions in the whole sequence. ``scale``: the factor of the scores; ``None`` means ``1 / sqrt(d)``.
-    Each rank has a consecutive part of the sequence or, with ``zigzag``, two parts from opposite ends. ``algorithm``:
-    with ``"ring"``, keys and values are passed on from rank to rank, step by step; with ``"all_gather"``, every rank
-    gathers all of them at once.
+    ``band``: the keys that each query sees, as a range of positions relative to its own. ``scale``: the factor of the
+    scores; ``None`` means ``1 / sqrt(d)``. ``zigzag``: if false, each rank has a consecutive part of the sequence; if
+    true, two parts from opposite ends. ``algorithm``: with ``"ring"``, keys and values are passed on from rank to rank,
+    step by step; with ``"all_gather"``, every rank gathers all of them at once.
     """
 
     group: RankGroup
@@ -74,9 +74,9 @@ class KeyExchange:
     algorithm: str
 
     def exchange_forward(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Call ``attend`` with this rank's queries and the keys and values of all ranks: once with all of them after an
-        all-gather, or ring step by ring step. ``q``, ``k``, ``v``: queries, keys and values of this rank. ``attend``
-        accumulates the attention result.
+        """Call ``attend``, which accumulates the attention result, with the keys and values of all ranks: once with all
+        of them after an all-gather, or ring step by ring step. ``q``, ``k``, ``v``: queries, keys and values of this
+        rank.
         """
         if self.algorithm == "ring":
             self._ring_forward(attend, q, k, v)
@@ -98,14 +98,14 @@ class KeyExchange:
             grad_k, grad_v = self._reduce_scatter_gradients(grad_keys.to(k.dtype), grad_values.to(v.dtype), k, v)
         return copy_position_major(grad_k.to(k.dtype)), copy_position_major(grad_v.to(v.dtype))
 
-    # All at once.
+    # All keys and values gathered at once.
 
     def _list_rank_parts(self, length: int, rank: int) -> tuple[PositionRange, ...]:
         return split_positions(length, self.group.size, rank, self.zigzag)
 
     def _gather_keys_values(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and the values of all ranks, gathered over the group. ``k``, ``v``: those of this rank. Both
-        are in the order of the sequence.
+        """Return the keys and the values of all ranks, gathered over the group, in the order of the sequence. ``k``,
+        ``v``: the keys and values of this rank.
         """
         ranks = self.group.all_gather(_pack_keys_values(k, v).unsqueeze(0), 0).wait()
         by_rank = [_unpack_keys_values(row, k, v) for row in ranks.unbind(0)]
@@ -125,9 +125,7 @@ class KeyExchange:
         self, grad_keys: Tensor, grad_values: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Sum the gradients of all keys, ``grad_keys``, and of all values, ``grad_values``, over the ranks, and return
-        this rank's part of both.
-
-        ``k``, ``v``: this rank's keys and values, for their shapes.
+        this rank's part of both. ``k``, ``v``: this rank's keys and values, for their shapes.
         """
         rows = []
         for rank in range(self.group.size):
@@ -137,15 +135,15 @@ class KeyExchange:
         total = self.group.reduce_scatter(torch.stack(rows), 0).wait()
         return _unpack_keys_values(total.flatten(), k, v)
 
-    # Step by step.
+    # Ring attention, step by step.
 
     def _compute_ring_steps(self, q: Tensor, k: Tensor) -> tuple[int, ...]:
         return list_ring_steps(q.shape[-2], k.shape[-2], self.group.size, self.zigzag, self.band)
 
     def _ring_forward(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Call ``attend`` once for each step of the ring, with the keys and values that this rank has then. While
-        ``attend`` computes, the keys and values for the next step are transferred. ``q``, ``k``, ``v``: queries, keys
-        and values of this rank.
+        """Call ``attend`` once for each step of the ring, with the keys and values that this rank has in the step.
+        While ``attend`` computes, the keys and values for the next step are transferred. ``q``, ``k``, ``v``: queries,
+        keys and values of this rank.
         """
         steps = self._compute_ring_steps(q, k)
         travelling = _pack_keys_values(k, v) if len(steps) > 1 else k
@@ -158,12 +156,12 @@ class KeyExchange:
 
     def _ring_backward(self, attend: AttendBackward, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Call ``attend`` once for each step of the ring to compute gradients, with the keys and values that this rank
-        has then. Gradients of keys and values travel with these around the ring. Return the gradients of this rank's
-        keys and values. ``q``, ``k``, ``v``: queries, keys and values of this rank.
+        has in the step. Gradients of keys and values travel with these around the ring. Return the gradients of this
+        rank's keys and values. ``q``, ``k``, ``v``: queries, keys and values of this rank.
         """
         steps = self._compute_ring_steps(q, k)
         travelling = _pack_keys_values(k, v) if len(steps) > 1 else k
-        behind: Pending | None = None  # the gradients that the rank before has added to
+        behind: Pending | None = None  # transfer of the gradients to which the previous rank has added
         wide = find_accumulation_dtype(q)
         total = torch.empty(0)
         for step, hops in zip(steps, _compute_hops(steps), strict=True):
@@ -180,9 +178,8 @@ class KeyExchange:
         return _unpack_keys_values(total, k, v)
 
     def _shift_along_ring(self, x: Tensor, hops: int) -> Pending:
-        """Start to send ``x`` to the rank ``hops`` further along the ring of ranks; return the transfer.
-
-        Its result is the tensor that the rank ``hops`` before this one sends.
+        """Start to send ``x`` to the rank ``hops`` further along the ring of ranks, and return the transfer. Its result
+        is the tensor sent by the rank ``hops`` before this one.
         """
         size, index = self.group.size, self.group.index
         to, source = (index + hops) % size, (index - hops) % size
@@ -194,7 +191,7 @@ class KeyExchange:
 @dataclass(frozen=True)
 class ContextAttention(KeyExchange):
     """Attention over a sequence that is sharded over ``group``, as one rank computes it. Each query sees the keys
-    within ``band``, a range of positions relative to its own, such as all earlier ones.
+    within ``band``, a range of positions relative to its own, such as all earlier positions.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -243,10 +240,8 @@ class ContextAttention(KeyExchange):
 @dataclass(frozen=True)
 class ContextDocumentAttention(KeyExchange):
     """Attention over a sequence that is sharded over ``group``, as one rank computes it. Each query sees only keys of
-    its own document, within ``band``, a range of positions relative to its own, such as all earlier ones.
-
-    ``ids`` ``[b, s/n]`` has the document of each position of the rank. Every rank gathers the ids of all positions, so
-    that it knows which keys its queries see.
+    its own document, within ``band``, a range of positions relative to its own, such as all earlier positions. Every
+    rank gathers the document ids of all positions, to know which keys its queries see.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -280,8 +275,8 @@ class ContextDocumentAttention(KeyExchange):
         return copy_position_major(found.grad_q.to(q.dtype)), of_k, of_v
 
     def _gather_ids(self, ids: Tensor) -> list[Tensor]:
-        """Return the document ids ``[b, s/n]`` of the positions of every rank, in rank order, on the CPU. ``ids``:
-        those of this rank.
+        """Return the document ids ``[b, s/n]`` of the positions of every rank, in rank order, on the CPU. ``ids``: the
+        document ids of this rank.
         """
         return list(self.group.all_gather(ids.contiguous().unsqueeze(0), 0).wait().cpu().unbind(0))
 
@@ -305,13 +300,14 @@ class ContextDocumentAttention(KeyExchange):
 class ContextScoredAttention(KeyExchange):
     """Attention over a sequence that is sharded over ``group``, as one rank computes it, with changed scores or
     prefixes. Each query sees the keys of its own document within ``band``, a range of positions relative to its own,
-    and the keys of the document's prefix. Every rank gathers document ids and prefixes of all positions, so that it
-    knows which keys its queries see.
+    and the keys of the document's prefix. Every rank gathers document ids and prefixes of all positions, to know which
+    keys its queries see.
 
-    ``cap``: a score ``s`` becomes ``cap * tanh(s / cap)``; ``None`` for no cap. ``given``: which of the operands
-    document ids, prefix and slopes follow the keys and values. Without ids, every row is one document. ``prefix_band``:
-    the positions around a query's own within which it sees keys of the prefix. ``trained``: whether :meth:`backward`
-    computes the gradient of the slopes."""
+    ``cap``: a score ``s`` becomes ``cap * tanh(s / cap)``; ``None`` for no cap. ``given``: three flags: whether
+    document ids, prefix and slopes follow the keys and values as operands. Without ids, every row is one document.
+    ``prefix_band``: the range of positions, relative to its own, within which a query sees keys of the prefix.
+    ``trained``: whether :meth:`backward` computes the gradient of the slopes.
+    """
 
     cap: float | None
     given: tuple[bool, bool, bool]
@@ -321,8 +317,9 @@ class ContextScoredAttention(KeyExchange):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *data: Tensor) -> tuple[Tensor, Tensor]:
         """Return the attention result for this rank's queries ``q``, and the logarithms of the softmax sums ``[b, h,
         s/n]``. ``k``, ``v``: this rank's keys and values; those of other ranks are received. ``data``: the operands
-        that ``given`` names: the document of each position ``[b, s/n]``, true at the keys of prefixes ``[b, s/n]``, and
-        a slope for each head. The slope, times the position of the key minus that of the query, is added to the score.
+        that are present according to ``given``: the document of each position ``[b, s/n]``, flags of the keys of
+        prefixes ``[b, s/n]``, and a slope for each head. The slope, times the position of the key minus that of the
+        query, is added to the score.
         """
         ids, prefix, slopes = self._name_operands(data)
         ranks = self._gather_marks(q, ids, prefix)
@@ -336,10 +333,10 @@ class ContextScoredAttention(KeyExchange):
         return attention.result()
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *data: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of this rank's queries, keys and values ``q``, ``k``, ``v``, and the part of the slopes'
-        gradient that comes from this rank's queries; it has no elements unless slopes are trained. ``grad``: gradient
-        of the attention result. ``data``: the optional operands that ``given`` names, then the attention result and the
-        logarithms of the softmax sums ``[b, h, s/n]``.
+        """Return the gradients of this rank's queries, keys and values ``q``, ``k``, ``v``, and the summand of the
+        slopes' gradient from this rank's queries, which has no elements unless slopes are trained. ``grad``: gradient
+        of the attention result. ``data``: the operands that are present according to ``given``, then the attention
+        result and the logarithms of the softmax sums ``[b, h, s/n]``.
         """
         *rest, out, lse = data
         ids, prefix, slopes = self._name_operands(rest)
@@ -358,15 +355,17 @@ class ContextScoredAttention(KeyExchange):
         return list_ring_steps(q.shape[-2], k.shape[-2], self.group.size, self.zigzag, seen)
 
     def _name_operands(self, data: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the document ids, the prefix and the slopes, ``None`` for those that the attention does not have.
-        ``data``: those that it has, in this order."""
+        """Return the document ids, the prefix and the slopes; each is ``None`` if the attention does not have it.
+        ``data``: the operands that the attention has, in this order.
+        """
         rest = iter(data)
         ids, prefix, slopes = (next(rest) if present else None for present in self.given)
         return ids, prefix, slopes
 
     def _gather_marks(self, q: Tensor, ids: Tensor | None, prefix: Tensor | None) -> list[RowMarks]:
         """Return the documents and prefixes of the positions of every rank, in rank order, on the CPU. ``q``: this
-        rank's queries, for their shape. ``ids``, ``prefix``: those of this rank, ``[b, s/n]``, or ``None``.
+        rank's queries, for their shape. ``ids``, ``prefix``: the documents and prefixes of this rank, ``[b, s/n]``, or
+        ``None``.
         """
         here = [x.to(torch.int64) for x in (ids, prefix) if x is not None]
         if not here:
@@ -380,7 +379,8 @@ class ContextScoredAttention(KeyExchange):
 
     def _order_ranks(self, ranks: Sequence[RowMarks]) -> RowMarks:
         """Return the document ids of all positions, and the flags of keys that belong to a prefix, in the order of the
-        sequence. ``ranks``: the same for the positions of each rank."""
+        sequence. ``ranks``: for each rank, the document ids and flags of its positions.
+        """
         order = self._order_parts(ranks[0].ids.shape[1])
         ids, prefix = (
             [x[r].narrow(1, p.start, p.length) for r, p in order if x[r] is not None] for x in zip(*ranks, strict=True)
@@ -404,17 +404,14 @@ class ContextScoredAttention(KeyExchange):
 
 
 def _compute_hops(steps: Sequence[int]) -> list[int]:
-    """Return the number of ranks by which keys move along the ring after each step; 0 after the last one.
-
-    ``steps``: for each step, how many ranks the keys have moved in total.
+    """Return the number of ranks by which keys move along the ring after each step; 0 after the last one. ``steps``:
+    for each step, the number of ranks by which the keys have moved in total.
     """
     return [*(b - a for a, b in pairwise(steps)), 0]
 
 
 def _pack_keys_values(k: Tensor, v: Tensor) -> Tensor:
-    """Return the keys ``k`` and the values ``v`` concatenated into one 1-dimensional tensor, so that one transfer moves
-    both.
-    """
+    """Return the keys ``k`` and the values ``v`` concatenated into one 1-dimensional tensor, for a single transfer."""
     return torch.cat([k.reshape(-1), v.reshape(-1)])
 
 
@@ -424,14 +421,13 @@ def _unpack_keys_values(row: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
 
 
 def route_rows(group: RankGroup, num_experts: int, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Exchange with all ranks of ``group`` which expert each row (token) goes to.
+    """Exchange with all ranks of ``group`` to which expert each row (token) goes. Return three tensors: the order
+    ``[n]`` of this rank's rows by expert; the numbers of rows sent to and received from each rank, ``[2, ranks]`` on
+    the CPU; and the expert ``[m]`` of every received row, counted from this rank's first expert.
 
-    Return three tensors: the order ``[n]`` of this rank's rows by expert; the numbers of rows sent to and received from
-    each rank, ``[2, ranks]`` on the CPU; and the expert ``[m]`` of every received row, counted from this rank's first
-    expert. Rows without a valid expert go to the first or the last rank, where their expert is invalid, too.
-
-    ``experts`` ``[n]``: the expert of each of this rank's rows, counted over all ranks. ``num_experts``: experts on all
-    ranks.
+    ``experts`` ``[n]``: the expert of each of this rank's rows, counted over all ranks. ``num_experts``: number of
+    experts on all ranks. Rows without a valid expert go to the first or the last rank, where their expert is invalid,
+    too.
     """
     own = num_experts // group.size
     by_expert, order = experts.sort(stable=True)
@@ -446,12 +442,10 @@ def route_rows(group: RankGroup, num_experts: int, experts: Tensor) -> tuple[Ten
 
 
 def dispatch_rows(group: RankGroup, x: Tensor, order: Tensor, counts: Tensor, experts: Tensor) -> Pending:
-    """Start to send the rows (tokens) of ``x`` to the ranks of their experts, and return the exchange; its result has
-    the received rows.
-
-    ``group``: the ranks among which the experts are divided. ``order``: the indices of this rank's rows, sorted by
-    expert, ``[n]``. ``counts``: numbers of rows sent to and received from each rank, ``[2, ranks]`` on the CPU.
-    ``experts`` is not used.
+    """Start to send the rows (tokens) of ``x`` to the ranks of their experts, and return the exchange, whose result has
+    the received rows. ``group``: the ranks among which the experts are divided. ``order``: the indices of this rank's
+    rows, sorted by expert, ``[n]``. ``counts``: numbers of rows sent to and received from each rank, ``[2, ranks]`` on
+    the CPU. ``experts`` is not used.
     """
     sends, receives = counts.tolist()
     return group.exchange_rows(x.index_select(0, order), sends, receives)
@@ -459,19 +453,17 @@ def dispatch_rows(group: RankGroup, x: Tensor, order: Tensor, counts: Tensor, ex
 
 def combine_rows(group: RankGroup, x: Tensor, order: Tensor, counts: Tensor, experts: Tensor) -> Pending:
     """Start to send the rows (tokens) of ``x``, the results of experts, back to the ranks and positions that the rows
-    came from.
-
-    Return the exchange. ``group``: the ranks among which the experts are divided. ``order``: the indices of this rank's
-    rows, sorted by expert, ``[n]``. ``counts``: numbers of rows that this rank sent to, and received from, each rank
-    when the rows went to their experts, ``[2, ranks]`` on the CPU. ``experts`` is not used.
+    came from, and return the exchange. ``group``: the ranks among which the experts are divided. ``order``: the indices
+    of this rank's rows, sorted by expert, ``[n]``. ``counts``: numbers of rows that this rank sent to, and received
+    from, each rank when the rows went to their experts, ``[2, ranks]`` on the CPU. ``experts`` is not used.
     """
     sends, receives = counts.tolist()
     return _PendingReturn(group.exchange_rows(x, receives, sends), order)
 
 
 class _PendingReturn:
-    """Results of experts that are being sent back to the ranks that had sent the tokens. ``wait`` returns the rows
-    (tokens) in the order in which this rank had sent them.
+    """The transfer of experts' results back to the ranks of the tokens. ``wait`` returns the rows (tokens) in the order
+    in which this rank had sent them. ``order``: the indices of this rank's rows, sorted by expert.
     """
 
     __slots__ = ("order", "pending")
@@ -486,4 +478,4 @@ class _PendingReturn:
         return found
 
     def release(self) -> None:
-        pass  # what it gave is the caller's
+        pass  # the caller owns the result of ``wait``

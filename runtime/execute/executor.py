@@ -1,7 +1,8 @@
 """Execute the instruction list of one rank.
 
-The list is compiled once: every instruction becomes a function without arguments. Receives start one computation early
-and end before the first instruction that reads the received values. A step is then a loop over these functions.
+The list is compiled once: every instruction becomes one or more functions without arguments. Receives start one
+computation early and end before the first instruction that reads the received values. A step is then a loop over these
+functions.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ Action = Callable[[], None]
 
 
 class ExecutorOptions(NamedTuple):
-    """Options of an :class:`Executor`. ``keep_outputs``: collect the model's results that this rank computes.
-    ``local_inputs``: names of inputs of which :meth:`Executor.run` is given this rank's own shard, such as key/value
-    caches, and not the whole tensor. ``tape``: the recording of one step, which later steps replay; the communicator
-    records on it, too. ``None``: steps are not recorded.
+    """Options of an :class:`Executor`. ``keep_outputs``: whether to collect the model's results that this rank
+    computes. ``local_inputs``: names of inputs, such as key/value caches, of which :meth:`Executor.run` gets this
+    rank's own shard instead of the whole tensor. ``tape``: the recording of one step, which later steps replay, and on
+    which the communicator records, too; ``None``: steps are not recorded.
     """
 
     keep_outputs: bool = False
@@ -61,13 +62,15 @@ class Executor:
     """Runs one rank's program; ``run(inputs)`` runs one step.
 
     Args:
-        rank: the program of the rank. ``gradients``: accumulates and reduces the gradients of parameters. ``library``:
-            has the graphs of the program's blocks.
+        rank: the program of the rank.
         states: parameter or buffer -> this rank's shard. For parameters that ZeRO shards or that are in host memory:
             the whole tensor, whose memory exists only while it is needed.
-        transient: manages the memory of parameters that ZeRO shards or that are in host memory; ``None``: there are
-            none.
-        options: such as whether to collect the model's results; ``None``: the defaults.
+        gradients: accumulates and reduces the gradients of parameters.
+        communicator: connects this rank with the others.
+        library: has the graphs of the program's blocks.
+        transient: manages the memory of parameters that ZeRO shards or that are in host memory; ``None``: there are no
+            such parameters.
+        options: options such as whether to collect the model's results; ``None``: the defaults.
 
     ``outputs`` has the collected results: value -> microbatch -> tensor. ``loss`` is the loss of the whole global
     batch, on every rank; ``None`` if the model has no loss. ``actions`` is the compiled step: pairs (index of the
@@ -128,18 +131,16 @@ class Executor:
         return None if self._loss is None else self._loss.value
 
     def scale_loss(self, factor: float) -> None:
-        """Multiply the loss by ``factor`` in the backward of later steps, so that their gradients are multiplied by it,
-        too.
+        """Multiply the loss by ``factor`` in the backward of later steps, which multiplies their gradients by
+        ``factor``, too.
         """
         if self.env.seed is not None:
             self.env.seed.fill_(factor)  # in place: a recorded step reads it here
 
     def run(self, inputs: Mapping[str, Tensor], step: int = 0) -> None:
-        """Run one step.
-
-        ``inputs``: name of an input tensor in the program -> this rank's part of the global batch, along the batch dim.
-        ``step``: number of the step from 0, for records and errors. Raise :class:`InstructionError` if an instruction
-        fails.
+        """Run one step. ``inputs``: name of an input tensor in the program -> this rank's part of the global batch,
+        along the batch dim. ``step``: number of the step from 0, for records and errors. Raise
+        :class:`InstructionError` if an instruction fails.
         """
         self._inputs = inputs
         index = 0
@@ -147,7 +148,7 @@ class Executor:
             with torch.no_grad():
                 actions = self._begin_actions()
                 if self.recorder is None:
-                    for index, action in actions:  # noqa: B007 - read where the error is told
+                    for index, action in actions:  # noqa: B007 - read by the error handler
                         action()
                 else:
                     times, place = self.recorder.times, self.recorder.begin(step)
@@ -168,19 +169,18 @@ class Executor:
             self.env.clear()
 
     def _begin_actions(self) -> list[tuple[int, Action]]:
-        """Prepare a step, and return its actions as pairs (index of the instruction, function). They are the functions
-        that run the instructions; or, if steps are recorded and replayed, functions that record them or replay the
-        recorded step.
+        """Prepare a step, and return its actions as pairs (index of the instruction, function). The functions run the
+        instructions or, if steps are recorded and replayed, record them or replay the recorded step.
         """
         if self.replay is not None:
-            watched = self.updates.keep or self.actions != self._own_actions  # by tools that follow or repeat a step
+            watched = self.updates.keep or self.actions != self._own_actions  # tools follow or repeat the step
             return self.replay.begin_step(self, usual=watched)
         self.begin_step()
         return self.actions
 
     def begin_step(self) -> None:
         """Drop the tensors of the last step, and reset the sums over microbatches (gradients, buffer updates, loss) for
-        a new one.
+        a new step.
         """
         self.outputs, self.totals = {}, {}
         self.env.begin()
@@ -192,19 +192,19 @@ class Executor:
             self._loss.begin()
 
     def set_loss(self, value: Tensor) -> None:
-        """Set :attr:`loss` to ``value``, a copy of the loss that a recorded or replayed step has computed."""
+        """Set :attr:`loss` to ``value``, a copy of the loss of a recorded or replayed step."""
         assert self._loss is not None
         self._loss.value = value
 
     def load_input(self, name: str, microbatch: int) -> Tensor:
         """Return this rank's part of one input of the batch, for one microbatch, on this rank's device. ``name``: the
-        name under which the program reads the input. ``microbatch``: its index on this rank.
+        name of the input in the program. ``microbatch``: index of the microbatch on this rank.
         """
         return self._slice_input(self._input_data[name], microbatch)
 
     def _compile_actions(self) -> list[tuple[int, Action]]:
         """Return the functions that run the rank's instructions in a step, as pairs (index of the instruction, function
-        without arguments), in the order of execution. An instruction may have several.
+        without arguments), in the order of execution. An instruction may have several functions.
         """
         instructions = self.rank.instructions
         receives = {i: self._compile_receive(ins) for i, ins in enumerate(instructions) if self._is_remote_receive(ins)}
@@ -241,9 +241,8 @@ class Executor:
         return actions
 
     def _list_awaited_buckets(self, instruction: Instruction) -> list[int]:
-        """Return the indices of the stage's buckets whose parameters must be gathered before ``instruction`` runs.
-
-        A bucket is a set of ZeRO-sharded parameters that one collective gathers.
+        """Return the indices of the stage's buckets (sets of ZeRO-sharded parameters that one collective gathers) whose
+        parameters must be gathered before ``instruction`` runs.
         """
         if not self.gathered:
             return []
@@ -270,7 +269,7 @@ class Executor:
         place = self._store_value if instruction.op == "RECV_F" else self.env.add_gradient
         return PendingReceive(instruction, self.rank, self.communicator, place)
 
-    # What happens to values as they are made.
+    # Processing of values when they are computed or received.
 
     def _store_value(self, microbatch: int, name: str, value: Tensor) -> None:
         self.env.values[microbatch][name] = value
@@ -286,11 +285,11 @@ class Executor:
         assert self._loss is not None
         self._loss.add(value)
 
-    # One method for every instruction: what it does, as a function of no arguments.
+    # One method for each kind of instruction, which returns a function without arguments that runs the instruction.
 
     def _compile_load(self, instruction: Instruction) -> Action:
         """Return a function without arguments that runs the LOAD ``instruction``: it slices this rank's part of one
-        microbatch out of the batch inputs.
+        microbatch from the batch inputs.
         """
         microbatch = _require_microbatch(instruction)
         recorded = None if self.replay is None else self.replay.recorded_input
@@ -304,7 +303,7 @@ class Executor:
 
     def _slice_input(self, data: InputData, microbatch: int) -> Tensor:
         """Return this rank's part of one input of the batch, for one microbatch, on this rank's device. ``data``:
-        describes the input. ``microbatch``: its index on this rank.
+        describes the input. ``microbatch``: index of the microbatch on this rank.
         """
         whole = self._inputs[data.value]
         if data.batch_dim is not None:
@@ -318,15 +317,15 @@ class Executor:
         return part.contiguous().to(self.env.device, non_blocking=True)
 
     def _compile_total_forward(self, instruction: Instruction) -> Action:
-        """Return a function without arguments that adds what the microbatch of ``instruction`` contributes to this
+        """Return a function without arguments that adds the summands of the microbatch of ``instruction`` to this
         rank's totals. Totals are sums over the global batch that forward needs, such as the number of targets.
         """
         microbatch = _require_microbatch(instruction)
         calls = [c for c in self.calls if c.call.prologue]
 
         def total_forward() -> None:
-            """Run the calls of blocks (pieces of the model) that compute what the microbatch adds to the totals (sums
-            over the global batch), and add their results to the totals of this rank.
+            """Run the block calls (such as layers) that compute the microbatch's summands of the totals (sums over the
+            global batch), and add the results to the totals of this rank.
             """
             values = self.env.values[microbatch].copy()
             for call in calls:
@@ -344,7 +343,7 @@ class Executor:
         group = self.communicator.group(self.rank.group(*instruction.axes))
 
         def total() -> None:
-            """Sum the totals (sums over the global batch that forward needs) over the ranks, and store the results as
+            """All-reduce each rank's partial totals (sums over the batch that forward needs), and store the results as
             values of every microbatch.
             """
             started = [(name, group.all_reduce(self.totals[name])) for name in instruction.values]
@@ -356,8 +355,8 @@ class Executor:
         return total
 
     def _compile_forward(self, instruction: Instruction) -> Action:
-        """Return a function without arguments that runs the forward of the calls (executions of blocks, such as layers)
-        of ``instruction`` on the instruction's microbatch.
+        """Return a function without arguments that runs the forward of the block calls (such as layers) of
+        ``instruction`` on the instruction's microbatch.
         """
         microbatch = _require_microbatch(instruction)
         values = self.env.values[microbatch]
@@ -370,8 +369,8 @@ class Executor:
         return forward
 
     def _compile_backward(self, instruction: Instruction) -> Action:
-        """Return a function without arguments that runs the backward, or one half of it, of the calls (executions of
-        blocks, such as layers) of ``instruction`` on the instruction's microbatch, last call first.
+        """Return a function without arguments that runs the backward, or one half of it, of the block calls (such as
+        layers) of ``instruction`` on the instruction's microbatch, last call first.
         """
         microbatch = _require_microbatch(instruction)
         method = _BACKWARD[instruction.op]
@@ -435,8 +434,8 @@ class Executor:
         return self._compile_each_call(instruction, BoundCall.fetch)
 
     def _compile_each_call(self, instruction: Instruction, method: Callable[[BoundCall, int], None]) -> Action:
-        """Return a function without arguments that runs ``method(call, microbatch)`` for each call (an execution of a
-        block, such as a layer) of ``instruction``, with the instruction's microbatch.
+        """Return a function without arguments that runs ``method(call, microbatch)`` for each block call (such as a
+        layer) of ``instruction``, with the instruction's microbatch.
         """
         microbatch, calls = _require_microbatch(instruction), self._select_calls(instruction)
         bound = [c for c in calls if isinstance(c, BoundCall)]
@@ -449,8 +448,8 @@ class Executor:
         return run
 
     def _compile_free(self, instruction: Instruction) -> Action:
-        """Return a function without arguments that releases values, gradients or parameters, as the FREE
-        ``instruction`` says.
+        """Return a function without arguments that releases the values, gradients or parameters of the FREE
+        ``instruction``.
         """
         if instruction.states:
             assert self.hosted is not None, instruction
@@ -483,7 +482,7 @@ def _require_microbatch(instruction: Instruction) -> int:
 
 
 def _do_nothing() -> None:
-    """Do nothing. This is the action of a send whose receiver is this rank itself: the value is already in place."""
+    """Do nothing. This is the action of a send to this rank itself: the value is already in place."""
 
 
 _BACKWARD = {"B": "backward", "I": "backward_input", "W": "backward_weight"}

@@ -13,8 +13,8 @@ from partitioner.runtime.program.program import RankProgram
 
 
 def format_instruction_at(rank: RankProgram, index: int) -> str:
-    """Return the printed form of the instruction of ``rank`` at ``index``, such as ``0F3``; "end of the step" behind
-    the last one.
+    """Return the printed form of the instruction of ``rank`` at ``index``, such as ``0F3``; "end of the step" if
+    ``index`` is after the last instruction.
     """
     return str(rank.instructions[index]) if index < len(rank.instructions) else "end of the step"
 
@@ -23,9 +23,8 @@ def describe_failure(
     error: BaseException, rank: RankProgram, index: int, compiled: Iterable[CompiledGraph], step: int | None = None
 ) -> Failure:
     """Return a description of ``error``, raised by the program ``rank``: the instruction at ``index``, the module that
-    ran, and the node of its graph. The node is known if the error passed through the code of a function in
-    ``compiled``. ``compiled``: the functions compiled from graphs. ``step``: number of the step, from 1; ``None`` if
-    unknown.
+    ran, and the node of its graph, if the error passed through the code of a function in ``compiled``. ``compiled``:
+    the functions compiled from graphs. ``step``: number of the step, from 1; ``None`` if unknown.
     """
     call = ""
     walk = error.__traceback__

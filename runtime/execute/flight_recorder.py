@@ -1,7 +1,8 @@
-"""Record in a memory-mapped file which action a rank is in and when it began, so that the record outlives the rank.
+"""Record in a memory-mapped file which action a rank runs and when the action began, so that the record survives the
+rank.
 
 Before each of its actions a rank writes two numbers: the time, and how long it has waited for other ranks so far. This
-takes 0.2 microseconds and no system call. Another process reads them while the rank runs, hangs, or after it was
+takes 0.2 microseconds and no system call. Another process reads the numbers while the rank runs, hangs, or after it was
 killed. The file has the last two steps: the current one and a complete one.
 
 The file ``rank-3.times`` has the numbers of rank 3. The file ``rank-3.json`` beside it describes the rank's
@@ -34,7 +35,7 @@ PHASES: tuple[Phase, ...] = ("between steps", "step", "saving", "loading", "gone
 # The head of the file: int64 each; all times are of CLOCK_MONOTONIC, one clock for all processes of a host.
 STEP, PHASE, MOVED, BEAT = range(4)
 _HEAD = 8
-_SLOTS = 2  # steps kept, each behind a head of its own
+_SLOTS = 2  # steps in the file, each after its own head
 NUMBER, BEGUN, ENDED, WAITED = range(4)
 _SLOT_HEAD = 4
 
@@ -42,9 +43,9 @@ _SLOT_HEAD = 4
 @dataclass(frozen=True)
 class InstructionSpot:
     """The description of one instruction. ``text``: its printed form. ``op``: its kind. ``microbatch``: index of the
-    microbatch, if it has one. ``peer``: index of the pipeline stage to which it sends, or from which it receives.
-    ``calls``: the modules that it runs, as text. ``source``: the source line where they start, as ``file:line``.
-    ``values``: names of the tensors that it sends or receives.
+    microbatch; ``None`` if it has none. ``peer``: index of the pipeline stage to which it sends, or from which it
+    receives; ``None`` for other kinds. ``calls``: the modules that it runs, as text. ``source``: the source line where
+    they start, as ``file:line``. ``values``: names of the tensors that it sends or receives.
     """
 
     text: str
@@ -62,13 +63,14 @@ class RecorderHeader:
     the times.
 
     Args:
-        stage: index of the pipeline stage. ``pid``, ``host``: the process.
+        stage: index of the pipeline stage.
+        pid, host: process ID and host name.
         actions: for each action (a function of the compiled step), the index of its instruction; the last action is the
             end of the step.
         spots: the description of each instruction.
         clock_s: seconds to add to the host's monotonic clock for the time of day, which is comparable between hosts.
-        places: index, in the list of its pipeline stage, of each of the rank's instructions, if the rank has fewer
-            microbatches and skips some; empty if it skips none.
+        places: for each instruction of the rank, its index in the list of the pipeline stage, if ranks have different
+            numbers of microbatches; otherwise empty.
     """
 
     rank: int
@@ -89,7 +91,6 @@ class RecorderHeader:
 
 class Recorder:
     """Writes the flight record of one rank to files in ``folder``: the time at which each action of a step began.
-
     ``actions``: for each action (a function of the compiled step), the index of its instruction.
     """
 
@@ -113,14 +114,14 @@ class Recorder:
         start = array("q", bytes(8 * (_HEAD + _SLOTS * self.room)))
         start[STEP] = -1  # before the first
         start[BEAT] = start[MOVED] = time.monotonic_ns()
-        write_bytes(self.path, start.tobytes(), durable=False)  # last: it says that the rank is there
+        write_bytes(self.path, start.tobytes(), durable=False)  # last: readers look for this file
         with self.path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), 0)
         self.times = memoryview(self._map).cast("q")
 
     def begin(self, step: int) -> int:
-        """Record the start of step number ``step`` (from 0). Return the index in the array :attr:`times` from which on
-        the caller writes the numbers of the step's actions, the functions that run its instructions. Each action has
+        """Record the start of step number ``step`` (from 0). Return the index in the array :attr:`times` at which the
+        numbers of the step's actions begin. For each action (a function that runs an instruction), the caller writes
         two numbers: its start, and how long the rank has waited for others so far, both in nanoseconds.
         """
         times = self.times
@@ -140,17 +141,13 @@ class Recorder:
         self.times[BEAT] = time.monotonic_ns()
 
     def record_progress(self) -> None:
-        """Record, by writing the current time, that the rank makes progress outside of steps, or inside of a long
-        instruction.
-        """
+        """Record the current time as the time of progress, outside of steps or inside of a long instruction."""
         self.times[MOVED] = time.monotonic_ns()
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         """Record that the rank is in ``phase``, such as "saving", inside the ``with`` block, and "between steps" after
-        it.
-
-        After an error the phase stays, so that an error report can name it.
+        it. After an error the phase stays, so that an error report can name it.
         """
         self.enter(phase)
         yield
@@ -191,11 +188,10 @@ def _find_first_source(nodes: Sequence[dict[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class RecordedMoment:
-    """Where a rank was when the files in which it records its progress were read. Times are in nanoseconds of the
-    host's monotonic clock. ``step``: number of the step, from 0. ``phase``: what the rank did, such as "saving" or
-    "between steps". ``action``: index of the current action (a function that runs an instruction) in the step, from 0;
-    -1 outside of a step. ``moved``: time of the last progress. ``beat``: last time at which the process was known to be
-    alive.
+    """The state of a rank when its flight record was read. Times are in nanoseconds of the host's monotonic clock.
+    ``step``: number of the step, from 0. ``phase``: activity of the rank, such as "saving" or "between steps".
+    ``action``: index of the current action (a function that runs an instruction) in the step, from 0; -1 outside of a
+    step. ``moved``: time of the last progress. ``beat``: last time at which the process was known to be alive.
     """
 
     step: int
@@ -206,9 +202,8 @@ class RecordedMoment:
 
 
 class Recording:
-    """Reads the files in ``folder`` that the flight recorder of ``rank`` writes, at any time.
-
-    Raise ``OSError`` if they do not exist yet.
+    """Reads the files in ``folder`` that the flight recorder of ``rank`` writes, at any time. Raise ``OSError`` if they
+    do not exist yet.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -224,8 +219,8 @@ class Recording:
         return numbers[start : start + self.room]
 
     def moment(self) -> RecordedMoment:
-        """Return where the rank is now: its phase, its step, the function of the step that runs (action), and the times
-        of its last progress and last heartbeat.
+        """Return the current state of the rank: its phase, its step, the function of the step that runs (action), and
+        the times of its last progress and last heartbeat.
         """
         numbers = self._read_numbers()
         phase, step = PHASES[numbers[PHASE]], numbers[STEP]
@@ -233,13 +228,13 @@ class Recording:
             return RecordedMoment(step, phase, -1, numbers[MOVED], numbers[BEAT])
         slot = self._slot(numbers, step)
         times, begun = slot[_SLOT_HEAD::2], slot[BEGUN]
-        begun_actions = bisect_left(range(len(times)), True, key=lambda k: times[k] < begun)  # others are of old steps
+        begun_actions = bisect_left(range(len(times)), True, key=lambda k: times[k] < begun)  # later entries are older
         moved = times[begun_actions - 1] if begun_actions else begun
         return RecordedMoment(step, phase, max(0, begun_actions - 1), max(moved, numbers[MOVED]), numbers[BEAT])
 
     def last_step(self) -> MeasuredStep | None:
-        """Return the times of the last complete training step of the rank: when each of its actions (functions that run
-        instructions) began. Return ``None`` if no step is complete yet.
+        """Return when each action (a function that runs an instruction) of the rank's last complete training step
+        began; ``None`` if no step is complete yet.
         """
         numbers = self._read_numbers()
         for step in (numbers[STEP], numbers[STEP] - 1):
@@ -252,11 +247,10 @@ class Recording:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """The times of one step on one rank, in nanoseconds.
-
-    ``header``: the description of the rank and its instructions. ``step``: number of the step, from 0. ``starts[k]``:
-    when action ``k`` (a function of the compiled step) began. ``waited[k]``: how long the rank's process had waited for
-    other ranks in total, from its own start to that time. Both have one more entry, for the end of the step.
+    """The times of one step on one rank, in nanoseconds. ``header``: the description of the rank and its instructions.
+    ``step``: number of the step, from 0. ``starts[k]``: time at which action ``k`` (a function of the compiled step)
+    began. ``waited[k]``: how long the process had waited for other ranks until then, since it started. Both lists have
+    one more entry, for the end of the step.
     """
 
     header: RecorderHeader
@@ -266,10 +260,9 @@ class MeasuredStep:
 
     def seconds(self) -> list[tuple[int, float, float, float]]:
         """Return ``(instruction index, start, end, waiting time)`` of each action (a function of the compiled step,
-        such as a backward), in order of time. The three times are in seconds.
-
-        Start and end are on the host's monotonic clock. The third is how long the action waited for other ranks. An
-        instruction may be compiled to several actions.
+        such as a backward), in order of time. The three times are in seconds; start and end are on the host's monotonic
+        clock. ``waiting time`` is how long the action waited for other ranks. An instruction may be compiled to several
+        actions.
         """
         return [
             (index, self.starts[k] * 1e-9, self.starts[k + 1] * 1e-9, (self.waited[k + 1] - self.waited[k]) * 1e-9)
@@ -277,9 +270,7 @@ class MeasuredStep:
         ]
 
     def busy(self) -> dict[int, float]:
-        """Return the seconds that each instruction took without waiting for other ranks, as instruction index ->
-        seconds.
-        """
+        """Return a dict: instruction index -> seconds that the instruction took, except waiting for other ranks."""
         found: dict[int, float] = {}
         for index, start, end, waiting in self.seconds():
             found[index] = found.get(index, 0.0) + end - start - waiting
@@ -287,8 +278,8 @@ class MeasuredStep:
 
 
 def list_recordings(folder: Path) -> dict[int, Recording]:
-    """Return the flight records of all ranks in ``folder``, as rank -> record, in ascending order of ranks. A flight
-    record is a set of files in which a rank writes what it does at which time.
+    """Return the flight records in ``folder`` as a dict: rank -> record, in ascending order of ranks. A flight record
+    is a set of files in which a rank writes what it does at which time.
     """
     found = {}
     for path in folder.glob("rank-*.times"):

@@ -17,12 +17,12 @@ from partitioner.passes.ir.rewrite import collect_ancestors
 
 
 def order_for_overlap(nodes: Sequence[fx.Node], started: Callable[[fx.Node], bool]) -> list[tuple[fx.Node, bool]]:
-    """Return the steps of a graph with ``nodes`` in execution order, as pairs ``(node, wait)``: run or start ``node``,
-    or wait for its result.
+    """Return the steps of a graph with ``nodes`` in execution order, as pairs ``(node, wait)``. If ``wait`` is false,
+    the step runs or starts ``node``; otherwise it waits for the collective ``node``.
 
     Among the operators whose operands are computed, those on which a collective depends come first, then the others,
     both in the order of the graph. Operators that read the result of a collective in progress come last, so that the
-    collective overlaps with the others. ``started``: tells whether a node is a collective that is started and waited
+    collective overlaps with the others. ``started``: returns whether a node is a collective that is started and waited
     for.
     """
     collectives = [n for n in nodes if started(n)]
@@ -66,7 +66,7 @@ def order_for_overlap(nodes: Sequence[fx.Node], started: Callable[[fx.Node], boo
         for user in (*node.users, *((after[node],) if node in after else ())):
             if user in known:
                 release(user)
-        if not ready:  # what was blocked by a collective that has been waited for meanwhile
+        if not ready:  # unblock the operators whose collective has been waited for meanwhile
             freed = [entry for entry in blocked if not under_way & set(entry[-1].all_input_nodes)]
             for entry in freed:
                 blocked.remove(entry)
@@ -77,9 +77,9 @@ def order_for_overlap(nodes: Sequence[fx.Node], started: Callable[[fx.Node], boo
     return steps
 
 
-# Operators made of others that always give a tensor of their own; of the rest, some give back what they got (type_as).
+# Composite operators that always return a new tensor; some other composite operators return their operand (type_as).
 _ALLOCATING_OPERATORS = {torch.ops.aten.linear.default, torch.ops.aten.matmul.default}
-# Operators that give a view although their schema says that they do not.
+# Operators that return a view although their schema says that they do not.
 _UNSAFE = {
     torch.ops.aten._unsafe_view.default,
     torch.ops.aten.unsafe_split.Tensor,
@@ -100,10 +100,8 @@ def can_alias_operand(node: fx.Node) -> bool:
 
 
 def find_memory_owners(graph: fx.Graph, shares: Callable[[fx.Node], bool]) -> dict[fx.Node, fx.Node]:
-    """Return each node of ``graph`` -> the node that owns the memory of its value. Nodes with the same owner may share
-    memory.
-
-    ``shares``: tells whether the result of a node may share memory with its first operand.
+    """Return a dict: node of ``graph`` -> the node that owns the memory of its value. Nodes with the same owner may
+    share memory. ``shares``: returns whether the result of a node may share memory with its first operand.
     """
     head: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:

@@ -1,8 +1,8 @@
 """Operators that communicate in pieces while they multiply: an all-gather before products, a reduce-scatter after them.
 
-The pieces are communicated by broadcasts from one or several ranks and sums for them. All of them are started as early
-as possible and run in the order in which they are started, on a GPU on the stream of the process group, so that one
-piece is communicated while another is multiplied. Every rank starts them in the same order.
+Pieces are broadcast from one or several ranks, and sums are reduced to one or several ranks. All pieces are started as
+early as possible and run in the order in which they are started, on a GPU on the stream of the process group, so that
+one piece is communicated while another is multiplied. Every rank starts them in the same order.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ aten = torch.ops.aten
 
 def _cut(ranks: int, pieces: int) -> tuple[int, int]:
     """Return two numbers for a tensor of which each of ``ranks`` ranks has a shard, and which is multiplied in
-    ``pieces`` pieces: how many shards make one piece, and into how many pieces each shard is cut. One of them is 1: for
-    4 ranks they are (2, 1) with 2 pieces, and (1, 2) with 8."""
+    ``pieces`` pieces: the number of shards that make one piece, and the number of pieces into which each shard is cut.
+    At least one of them is 1. For 4 ranks the result is (2, 1) with 2 pieces, and (1, 2) with 8.
+    """
     return max(1, ranks // pieces), max(1, pieces // ranks)
 
 
 class GatheredProducts:
     """An all-gather in pieces with the matrix products of its result, in progress: all pieces are being sent.
-
-    ``group``: the ranks. ``x``: this rank's shard. ``weights``: matrices ``[in, out]``, ``in`` being the size of the
+    ``group``: the ranks. ``x``: this rank's shard. ``weights``: matrices ``[in, out]``, where ``in`` is the size of the
     last dim of ``x``. ``biases``: vectors that are added to the products, or ``None``. ``dim``: the dim along which the
     shards are joined. ``pieces``: the number of pieces: a multiple of the number of ranks, or a divisor of it.
     """
@@ -58,8 +58,7 @@ class GatheredProducts:
 
     def wait(self) -> list[Tensor]:
         """Multiply every piece of the tensor that is being all-gathered as soon as it has arrived; the pieces of this
-        rank's own shard come first. Return the gathered tensor and the products of its rows with the matrices, one
-        after another.
+        rank's own shard come first. Return a list: the gathered tensor, then the product of its rows with each matrix.
         """
         rows = self.buffer.flatten(2, -2)
         products = [self.buffer.new_empty((*rows.shape[:3], w.shape[1])) for w in self.weights]
@@ -79,15 +78,15 @@ class GatheredProducts:
         return [whole, *(_join_pieces(p.unflatten(2, (*lead, *inner)), self.dim).flatten(0, -2) for p in products)]
 
     def release(self) -> None:
-        pass  # its results are the caller's
+        pass  # the caller owns the results
 
 
 class ScatteredProducts:
-    """A reduce-scatter in pieces of a sum of matrix products, in progress: all pieces are multiplied, and being summed.
-
-    ``group``: the ranks. ``operands``: the rows of the products; all dims but the last are rows. ``weights``: a matrix
-    ``[in, out]`` for each of them. ``shape``: that of the sum on one rank. ``dim``: the dim along which it is cut.
-    ``pieces``: the number of pieces: a multiple of the number of ranks, or a divisor of it.
+    """A reduce-scatter in pieces of a sum of matrix products, in progress: all pieces are multiplied, and are being
+    summed over the ranks. ``group``: the ranks. ``operands``: the rows of the products; all dims except the last are
+    rows. ``weights``: for each operand, a matrix ``[in, out]``. ``shape``: shape of the sum before it is scattered.
+    ``dim``: the dim along which the sum is cut. ``pieces``: the number of pieces: a multiple of the number of ranks, or
+    a divisor of it.
     """
 
     def __init__(
@@ -124,18 +123,21 @@ class ScatteredProducts:
         return found[0] if len(found) == 1 else torch.cat(found, self.dim)
 
     def release(self) -> None:
-        pass  # its result is the caller's
+        pass  # the caller owns the result
 
 
 def _join_pieces(pieces: Tensor, dim: int) -> Tensor:
-    """Return the tensor that was cut along ``dim`` into ``pieces``, which are ``[ranks, parts, ...]``. The result
-    shares the memory of the pieces if the dim is outermost."""
+    """Return the tensor that was cut along ``dim`` into ``pieces``, which are ``[ranks, parts, ...]``. If the dim is
+    outermost, the result shares the memory of the pieces.
+    """
     moved = pieces.movedim((0, 1), (dim, dim + 1))
     return moved.flatten(dim, dim + 2).contiguous()
 
 
 def _multiply_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Write the matrix product of ``x`` and ``weight``, plus ``bias`` unless it is ``None``, to ``out``."""
+    """Write the matrix product of ``x`` and ``weight`` to ``out``. If ``bias`` is not ``None``, add it to
+    the product.
+    """
     operands = (x, weight) if bias is None else (bias, x, weight)
     target = aten.mm.default if bias is None else aten.addmm.default
     faster = choose_product(target, operands) if x.device.type == "cpu" else None
@@ -148,7 +150,7 @@ def _multiply_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) 
 
 
 def _multiply_sum(out: Tensor, operands: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-    """Write the sum of the matrix products of ``operands`` with one of ``weights`` each to ``out``."""
+    """Write the sum of the matrix products of ``operands`` and ``weights``, taken pairwise, to ``out``."""
     for place, (x, weight) in enumerate(zip(operands, weights, strict=True)):
         if place == 0:
             _multiply_into(out, x, weight, None)

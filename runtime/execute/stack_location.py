@@ -1,7 +1,7 @@
-"""Derive the position of a rank's main thread from its stack: the graph node, and the ranks that it waits for.
+"""Derive the position of a rank's main thread from its stack: the graph node, and the ranks for which it waits.
 
-The rank records nothing for this while it runs. A thread of the same process reads the frames when asked. For an
-exception, the frames of its traceback are read.
+The rank does not record anything for this while it runs. A thread of the same process reads the frames when asked. For
+an exception, the frames of its traceback are read.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ _COMPILED = "<partition "  # prefix of the file names of code that runtime/execu
 
 @dataclass(frozen=True)
 class RankLocation:
-    """Where the main thread of a rank is in its program.
+    """The position of the main thread of a rank in its program.
 
     ``call``, ``node``, ``path`` and ``source``: the part of the model that runs, the graph node, its module's path and
-    its source line. ``waits``: the ranks that it waits for. ``meeting``: all ranks that take part in the collective
-    that it waits in. Both are empty if it waits for no rank. ``line``: the innermost line of Python, if the rank is
-    outside of its program. ``script``: the innermost line of the user's script, as ``file:line``; empty if there is
-    none.
+    its source line. ``waits``: the ranks for which the rank waits. ``meeting``: all ranks that take part in the
+    collective in which it waits. Both are empty if it does not wait. ``line``: the innermost line of Python.
+    ``script``: the innermost line of the user's script, as ``file:line``; empty if there is none.
     """
 
     call: str = ""
@@ -53,9 +52,8 @@ class RankLocation:
 
 
 def locate_rank(frames: Iterator[tuple[FrameType, int]], executor: Executor) -> RankLocation:
-    """Return where a rank is in its program, from its stack.
-
-    ``frames``: pairs (frame, line number), the innermost first. ``executor``: what runs the rank's instructions.
+    """Return the position of a rank in its program, from its stack. ``frames``: pairs (frame, line number), the
+    innermost first. ``executor``: the object that runs the rank's instructions.
     """
     found: dict[str, Any] = {}
     files = {c.filename: c.nodes for c in executor.binder.compiled}
@@ -93,9 +91,7 @@ def walk_stack_frames(frame: FrameType | None) -> Iterator[tuple[FrameType, int]
 
 
 def walk_traceback_frames(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
-    """Return an iterator over the frames of ``traceback``, through which an exception passed, with their line numbers,
-    the innermost first.
-    """
+    """Return an iterator over the frames of ``traceback`` with their line numbers, the innermost first."""
     found = []
     while traceback is not None:
         found.append((traceback.tb_frame, traceback.tb_lineno))
@@ -115,7 +111,7 @@ def _describe_node(node: fx.Node) -> dict[str, str]:
     }
 
 
-# For each method that waits: the ranks that it waits for.
+# For each method that waits, a function that returns the ranks for which the method waits.
 _Locals = Mapping[str, Any]
 
 
@@ -141,11 +137,9 @@ def _find_direct_peer(
 
 
 def _find_send_peer(sender: TransferSender, names: _Locals, executor: Executor) -> dict[str, tuple[int, ...]]:
-    """Return the ranks that have not yet received what this rank sent, and for which it therefore waits, as ``{"waits":
-    ranks}``.
-
-    ``sender``: the object that starts this rank's sends. ``names``: the local variables of its method that waits. A
-    Gloo send ends only when the receiver has read it. ``executor`` is not used.
+    """Return the ranks that have not yet received a message of this rank, and for which it therefore waits, as
+    ``{"waits": ranks}``. A Gloo send ends only when the receiver has read the message. ``sender``: the object that
+    starts this rank's sends. ``names``: the local variables of its method that waits. ``executor`` is not used.
     """
     queue = names.get("under_way")
     stages = [stage for (stage, _), waiting in sender._under_way.items() if waiting is queue]

@@ -1,13 +1,14 @@
 """Replay the steps of one executor: run one step as usual, record the next one, and replay it afterwards.
 
-A recorded step keeps the addresses of its tensors. Parameters and gradients have theirs for the whole run. The inputs
-of all microbatches are copied to fixed buffers before a replay, and the loss and the model's results are copied out of
-theirs afterwards. Activations are allocated by the recorded step in the order of its instructions, so a GPU's memory
-pool lets them share memory as far as their lifetimes in the program allow (``runtime/program/memory.py``).
+The tensors of a recorded step keep their addresses. Parameters and gradients have fixed addresses for the whole run.
+The inputs of all microbatches are copied to fixed buffers before a replay, and the loss and the model's results are
+copied out of their buffers afterwards. Activations are allocated by the recorded step in the order of its instructions,
+so a GPU's memory pool lets them share memory as far as their lifetimes in the program allow
+(``runtime/program/memory.py``).
 
 Calls whose sizes depend on values that the host must read, such as experts without a fixed capacity over several ranks,
-run as usual between the recorded segments. Their inputs and outputs have fixed sizes and keep their addresses; what
-they save for their backward is new in every step.
+run as usual between the recorded segments. Their inputs and outputs have fixed sizes and keep their addresses; the
+tensors that they save for their backward are new in every step.
 
 A program that cannot be replayed runs as usual. :class:`ReplayReport` says why.
 """
@@ -33,7 +34,8 @@ _log = logging.getLogger(__name__)
 
 Action = Callable[[], None]
 
-# Operators for which the host reads values of the device. "cpu": a loop over groups of rows, whose borders are values.
+# Operators for which the host reads values of the device, with the kinds of devices on which it does. On "cpu" it is a
+# loop over groups of rows, whose boundaries are values.
 _READING = {f"partition.{name}.default": ("cpu", "cuda") for name in ROUTED} | {
     "partition.context_document_attention.default": ("cpu", "cuda"),
     "partition.document_attention.default": ("cuda",),
@@ -51,9 +53,9 @@ class ReplayReport:
     ``state``: ``"eager"`` (steps cannot be replayed and run operator by operator), ``"warm-up"`` (no step was recorded
     yet) or ``"replayed"``. ``reason``: why steps cannot be replayed; empty otherwise. ``kind``: how a step is recorded,
     such as ``"CUDA graphs"``. ``segments``: number of recorded pieces of a step, between which the host runs functions.
-    ``host``: kind of such a function, such as a collective -> number of them. ``eager_calls``: module path of each
-    block call (such as a layer) that runs as usual between the pieces -> why. ``replays``: number of steps that were
-    replayed.
+    ``host``: kind of such a function, such as a collective -> number of these functions. ``eager_calls``: module path
+    of each block call (such as a layer) that runs as usual between the pieces -> the reason. ``replays``: number of
+    steps that were replayed.
     """
 
     state: str = "warm-up"
@@ -75,9 +77,10 @@ class ReplayReport:
 
 
 class Step(Protocol):
-    """The interface of the executor whose steps :class:`StepReplay` records. ``rank``: the program of the rank.
+    """Interface of the executor whose steps :class:`StepReplay` records. ``rank``: the program of the rank.
     ``actions``: the functions that run the instructions of a step, as pairs (index of the instruction, function).
-    ``outputs``: the model's results, as name of a value -> microbatch -> tensor."""
+    ``outputs``: the model's results, as name of a value -> microbatch -> tensor.
+    """
 
     rank: RankProgram
     actions: list[tuple[int, Action]]
@@ -95,9 +98,8 @@ class Step(Protocol):
 
 def find_obstacle(rank: RankProgram, device: torch.device, local_inputs: frozenset[str]) -> str:
     """Return the reason why the steps of ``rank`` cannot be recorded and replayed, as text: something that the host
-    must do in each step, such as waiting for offloaded parameters. It is empty if the program has no such obstacle.
-
-    ``rank``: the program of this rank. ``device``: where it runs. ``local_inputs``: names of inputs that the caller
+    must do in each step, such as waiting for offloaded parameters. Empty if the steps can be replayed. ``rank``: the
+    program of this rank. ``device``: the device on which it runs. ``local_inputs``: names of inputs that the caller
     holds, such as key/value caches.
     """
     program = rank.program
@@ -111,9 +113,9 @@ def find_obstacle(rank: RankProgram, device: torch.device, local_inputs: frozens
 
 
 def find_replay_obstacle(block: BlockGraph, device: str) -> str:
-    """Return the reason why a block (a piece of the model) cannot be recorded for replay, as text: the name of an
-    operator whose sizes depend on values that the host must read. It is empty if there is no such operator. ``block``:
-    its graph. ``device``: "cpu" or "cuda".
+    """Return the reason why the graph ``block`` (of a piece of the model) cannot be recorded for replay, as text: the
+    name of an operator whose sizes depend on values that the host must read. Empty if there is no such operator.
+    ``device``: "cpu" or "cuda".
     """
     for node in block.nodes:
         target = str(node.get("target", ""))
@@ -123,11 +125,10 @@ def find_replay_obstacle(block: BlockGraph, device: str) -> str:
 
 
 class ReplayableCall:
-    """Wrapper of ``bound``, one call of a block (a piece of the model), with the same methods, for steps that are
-    recorded and replayed. A call in which the host reads values from the device cannot be part of a recording. Such a
-    call runs as usual between the recorded segments, in the recorded step and in each replay.
-
-    ``reason``: why the call cannot be recorded, as text; empty if it can. ``replay``: decides what is recorded.
+    """Wrapper of ``bound``, one block call (such as a layer), with the same methods, for steps that are recorded and
+    replayed. A call in which the host reads values from the device cannot be part of a recording. Such a call runs as
+    usual between the recorded segments, in the recorded step and in each replay. ``reason``: why the call cannot be
+    recorded, as text; empty if it can. ``replay``: decides which steps are recorded.
     """
 
     def __init__(self, bound: BoundCall, replay: StepReplay, reason: str) -> None:
@@ -139,26 +140,26 @@ class ReplayableCall:
         return self.call.path or self.call.block
 
     def forward(self, microbatch: int, values: dict[str, Tensor]) -> None:
-        """Run the forward of this call (an execution of a block, such as a layer) on the microbatch with the index
-        ``microbatch``: read the inputs from ``values``, and store the outputs there. ``values``: name -> tensor.
+        """Run the forward of this block call (such as a layer) on the microbatch with the index ``microbatch``. Inputs
+        are read from, and outputs stored in, ``values``, a dict: name -> tensor.
         """
         self._run(lambda: self.bound.forward(microbatch, values), values, self.bound.inputs, self.bound.outputs)
 
     def backward(self, microbatch: int) -> None:
-        """Run the backward of this call (an execution of a block, such as a layer) on the microbatch with the index
-        ``microbatch``. It computes the gradients of inputs and of parameters.
+        """Run the backward of this block call (such as a layer) on the microbatch with the index ``microbatch``:
+        compute the gradients of inputs and of parameters.
         """
         self._run_backward(lambda: self.bound.backward(microbatch), microbatch)
 
     def backward_input(self, microbatch: int) -> None:
-        """Run the half of the backward that computes gradients of inputs, for this call (an execution of a block, such
-        as a layer) on the microbatch with the index ``microbatch``.
+        """Run the half of the backward of this block call (such as a layer) that computes gradients of inputs, on the
+        microbatch with the index ``microbatch``.
         """
         self._run_backward(lambda: self.bound.backward_input(microbatch), microbatch)
 
     def backward_weight(self, microbatch: int) -> None:
-        """Run the half of the backward that computes gradients of parameters, for this call (an execution of a block,
-        such as a layer) on the microbatch with the index ``microbatch``.
+        """Run the half of the backward of this block call (such as a layer) that computes gradients of parameters, on
+        the microbatch with the index ``microbatch``.
         """
         self._run_backward(lambda: self.bound.backward_weight(microbatch), microbatch)
 
@@ -167,11 +168,10 @@ class ReplayableCall:
         self._run(run, bound.env.gradients[microbatch], (*bound.grad_outputs, *bound.grad_inputs), bound.grad_inputs)
 
     def _run(self, run: Action, table: dict[str, Tensor], read: Sequence[str], written: Sequence[str]) -> None:
-        """Run the forward or backward of this call by calling ``run``. If the call cannot be part of the recording of a
-        step, suspend the recording meanwhile, and store a function that repeats it in each replay.
-
-        ``table``: the dict that ``run`` reads and changes: name -> tensor. ``read``, ``written``: the names that
-        ``run`` reads and writes there.
+        """Run the forward or backward of this block call (such as a layer) by calling ``run``. If the call cannot be
+        part of the recording of a step, suspend the recording meanwhile, and store a function that repeats ``run`` in
+        each replay. ``table``: the dict that ``run`` reads and changes: name -> tensor. ``read``, ``written``: the
+        names in ``table`` that ``run`` reads and writes.
         """
         tape = self.replay.tape
         if not tape.recording:
@@ -203,11 +203,9 @@ class ReplayableCall:
 
 
 class StepReplay:
-    """Decides how each step of one executor runs: first a step as usual, in which block calls (such as layers) that
-    cannot be recorded are found; then a step that is recorded; then replays of it.
-
-    ``tape``: the recording. The executor's communicator records its collectives on it, too. ``report``: what was
-    decided, and why.
+    """Decides how each step of one executor runs. The first step runs as usual, to find block calls (such as layers)
+    that cannot be recorded. The second step is recorded. Later steps are replays. ``tape``: the recording, on which the
+    executor's communicator records its collectives, too. ``report``: the decisions and their reasons.
     """
 
     def __init__(self, tape: Tape, rank: RankProgram, device: torch.device, local_inputs: frozenset[str]) -> None:
@@ -228,8 +226,8 @@ class StepReplay:
         _log.warning("rank %d runs without replay: %s", self.rank.rank, reason)
 
     def wrap_call(self, call: BoundCall) -> ReplayableCall:
-        """Return a wrapper of ``call``, one execution of a block. The wrapper runs the call inside the recording of a
-        step. If the host reads values from the device in the call, it runs it outside of the recording.
+        """Return a wrapper of ``call``, one block call (such as a layer). The wrapper runs the call inside the
+        recording of a step; if the host reads values from the device in the call, outside of the recording.
         """
         why = find_replay_obstacle(self.rank.program.blocks[call.call.block], self.device.type)
         wrapped = ReplayableCall(call, self, why)
@@ -243,17 +241,16 @@ class StepReplay:
         self.report.eager_calls[call.path] = call.reason
 
     def watch_call(self, call: ReplayableCall) -> AbstractContextManager[None]:
-        """Return a context manager in which ``call`` (one execution of a block) runs in a step before the recorded one.
-        If the host reads values from the device in it, the call is marked, so that it will be kept out of the
+        """Return a context manager in which ``call``, a block call (such as a layer), runs in a step before the
+        recorded one. If the host reads values from the device inside, the call is marked to be kept out of the
         recording.
         """
         return _CallWatch(self, call)
 
     def begin_step(self, step: Step, usual: bool) -> list[tuple[int, Action]]:
         """Prepare a step of the executor ``step``, and return its actions as pairs (index of the instruction,
-        function): the usual ones, those that record the step, or those that replay a recorded one.
-
-        ``usual``: the step must run without recording and replay, for example because a tool follows or repeats it.
+        function): the usual ones, those that record the step, or those that replay a recorded one. ``usual``: whether
+        the step must run without recording and replay, for example because a tool follows or repeats it.
         """
         if self.report.state == "eager" or usual:
             self._mode = "usual"
@@ -270,8 +267,8 @@ class StepReplay:
         return step.actions
 
     def _begin_recording(self, step: Step) -> list[tuple[int, Action]]:
-        """Start to record a step of the executor ``step``. Return its actions, as pairs (index of the instruction,
-        function). Each function first stores the index of the action in the recording, so that what it records can be
+        """Start to record a step of the executor ``step``, and return its actions as pairs (index of the instruction,
+        function). Each function first sets the index of its action on the recording, so that recorded entries are
         assigned to the action.
         """
         self._mode = "record"
@@ -292,14 +289,14 @@ class StepReplay:
         return run
 
     def recorded_input(self, name: str, microbatch: int) -> Tensor | None:
-        """Return the buffer in which the recorded step finds its input ``name`` for ``microbatch``, while the step is
-        being recorded. Each replay copies its own input there. Return ``None`` if no step is being recorded.
+        """While a step is being recorded, return the buffer from which the step reads its input ``name`` for
+        ``microbatch``, and to which each replay copies its own input. Return ``None`` if no step is being recorded.
         """
         return self._inputs[microbatch, name] if self._mode == "record" else None
 
     def end_step(self, step: Step) -> None:
         """End a step that has run without an error. After a recorded or replayed step, copy the loss and the results
-        out of the recorded step's buffers to the executor ``step``; after a recorded one, also prepare the replays.
+        from the recorded step's buffers to the executor ``step``; after a recorded one, also prepare the replays.
         """
         if self._mode == "record":
             self.tape.finish()
@@ -325,8 +322,8 @@ class StepReplay:
             self._mode = "watch"
 
     def note_reads(self, call: ReplayableCall, found: Sequence[str]) -> None:
-        """Mark ``call`` (one execution of a block) to be kept out of the recording, if the host read values from the
-        device in it. ``found``: a text for each place at which it did; empty if it did not.
+        """If the host read values from the device in ``call``, a block call (such as a layer), mark the call to be kept
+        out of the recording. ``found``: a text for each place of such a read; empty if there was none.
         """
         if found and not call.reason:
             call.reason = f"the host reads values in {found[0]}"
@@ -338,8 +335,8 @@ class StepReplay:
 
 
 class _CallWatch(AbstractContextManager[None]):
-    """Context manager in which one call of a block runs in a step before the recorded one. It finds out whether the
-    host reads values from the device in the call. ``replay``: the object to which it reports the result.
+    """Context manager in which one block call (such as a layer) runs in a step before the recorded one. It detects
+    whether the host reads values from the device in the call, and reports the result to ``replay``.
     """
 
     def __init__(self, replay: StepReplay, call: ReplayableCall) -> None:
@@ -360,10 +357,9 @@ class _CallWatch(AbstractContextManager[None]):
 
 def _group_entries(tape: Tape, actions: Sequence[tuple[int, Action]]) -> list[tuple[int, Action]]:
     """Return the actions of a replayed step, as pairs (index of the instruction, function). Action ``k`` of the result
-    repeats what was recorded while ``actions[k]`` ran, so that the times of actions can be compared with and without
-    replay.
-
-    ``actions``: the actions of a step that is not replayed, as such pairs. ``tape``: the recording of a step.
+    replays the entries that were recorded while ``actions[k]`` ran, so that the times of actions can be compared with
+    and without replay. ``actions``: the actions of a step that is not replayed, as such pairs. ``tape``: the recording
+    of a step.
     """
     found: list[list[Action]] = [[] for _ in actions]
     for place, entry in tape.entries:

@@ -1,4 +1,4 @@
-"""Sends and receives of one rank. A receive starts one computation early, and ends where its values are first read."""
+"""Sends and receives of one rank. A receive starts one computation early, and ends before its values are first read."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ COMPUTING = frozenset({"F", "B", "I", "W"})
 RECEIVING = frozenset({"RECV_F", "RECV_B"})
 SENDING = frozenset({"SEND_F", "SEND_B"})
 Slot = tuple[str, int, str]  # "F" (a value) or "B" (its gradient), microbatch, name
-Direction = tuple[int, str]  # a stage, and the channel to it
+Direction = tuple[int, str]  # pipeline stage and channel ("F" or "B")
 
 
 class PendingReceive:
-    """One instruction that receives values (RECV_F) or gradients (RECV_B) from another pipeline stage.
+    """One instruction that receives values (RECV_F) or gradients (RECV_B) from another pipeline stage. ``start`` posts
+    the receives, ``finish`` waits for them and calls ``place(microbatch, name, tensor)`` for each tensor.
     ``communicator``: connects this rank with the others.
-
-    ``start`` posts the receives, ``finish`` waits for them and calls ``place(microbatch, name, tensor)`` for each
-    tensor.
     """
 
     def __init__(
@@ -91,8 +89,8 @@ class TransferSender:
         under_way = self._under_way.setdefault((instruction.peer, channel), deque())
 
         def send() -> None:
-            """Start the sends of all tensors of the instruction to the other pipeline stage, and keep a reference to
-            each until it has arrived.
+            """Start the sends of all tensors of the instruction, and keep a reference to each tensor until it has
+            arrived.
             """
             held = self.env.values[microbatch]
             for value in values:
@@ -103,10 +101,9 @@ class TransferSender:
         return send
 
     def release(self, direction: Direction, count: int) -> None:
-        """Wait for the first ``count`` sends of the step in ``direction``, and drop their tensors.
-
-        ``direction``: pair (pipeline stage, "F" or "B"). This is called when the receiver is known to have got the
-        tensors, so that it does not block for long.
+        """Wait for the first ``count`` sends of the step in ``direction``, a pair (pipeline stage, "F" or "B"), and
+        drop their tensors. This is called when the receiver is known to have received the tensors, so it does not block
+        for long.
         """
         under_way = self._under_way[direction]
         for _ in range(count - self._released.get(direction, 0)):
@@ -121,13 +118,13 @@ class TransferSender:
 
 
 def find_proven_arrivals(rank: RankProgram) -> dict[int, list[tuple[Direction, int]]]:
-    """Return, for each receive of ``rank``, which sends of this rank are known to have arrived once the receive has
-    ended.
+    """Return, for each receive of ``rank``, the sends of this rank that are known to have arrived once the receive has
+    ended, as a dict: index of the receive -> pairs ((pipeline stage, "F" or "B"), number of tensors sent in the step so
+    far).
 
-    The result is: index of the receive -> pairs ((pipeline stage, "F" or "B"), number of tensors sent in the step so
-    far). If a peer sends something after it has read a message of this rank, then the arrival of what it sends proves
-    the arrival of that message. The proof is needed because Gloo does not report whether a send has ended, and keeping
-    all sent tensors until the end of the step would hold the gradients of every microbatch.
+    If a peer sends a message after it has read a message of this rank, the arrival of the peer's message proves the
+    arrival of this rank's message. The proof is needed because Gloo does not report whether a send has ended, and
+    keeping all sent tensors until the end of the step would hold the gradients of every microbatch.
     """
     found: dict[int, list[tuple[Direction, int]]] = {}
     stages = rank.program.stages
@@ -155,11 +152,9 @@ def find_proven_arrivals(rank: RankProgram) -> dict[int, list[tuple[Direction, i
 
 
 def _list_stage_receives(stage: Stage, instructions: Instructions, source: int) -> dict[str, list[tuple[int, int]]]:
-    """Return what ``stage`` receives from the pipeline stage with the index ``source``, as channel ("F" for values, "B"
-    for gradients) -> list of pairs, in the order in which they are received.
-
-    A pair has the index of the instruction that first reads the received values, and the number of tensors.
-    ``instructions``: the list of ``stage``.
+    """Return the receives of ``stage`` from the pipeline stage with the index ``source``, as a dict: channel ("F" for
+    values, "B" for gradients) -> list of pairs, in the order of the receives. A pair has the index of the instruction
+    that first reads the received values, and the number of tensors. ``instructions``: the list of ``stage``.
     """
     reads: dict[str, list[tuple[int, int]]] = {"F": [], "B": []}
     for index, instruction in enumerate(instructions):
@@ -168,18 +163,18 @@ def _list_stage_receives(stage: Stage, instructions: Instructions, source: int) 
             slots = {(channel, instruction.microbatch, v) for v in instruction.values}
             later = enumerate(instructions[index + 1 :], index + 1)
             read_at = next((j for j, i in later if slots & set(list_slots_read(i, stage))), len(instructions))
-            latest = max([read_at, *(place for place, _ in reads[channel])])  # a channel is released in its order
+            latest = max([read_at, *(place for place, _ in reads[channel])])  # sends of a channel are released in order
             reads[channel].append((latest, len(instruction.values)))
     return reads
 
 
 def place_early_receives(instructions: Sequence[Instruction]) -> dict[int, list[int]]:
-    """Return where each receive in a rank's list ``instructions`` is posted: index of an instruction -> indices of the
-    receives to post before it, in order.
+    """Return the positions at which the receives in a rank's list ``instructions`` are posted, as a dict: index of an
+    instruction -> indices of the receives to post before it, in order.
 
-    A receive is posted one computation early, so that the transfer overlaps with it. Receives from one stage and of one
-    kind keep their order. A receive is not posted before a computation of its own microbatch: the received values may
-    depend on it, and on a GPU a receive is a kernel that blocks.
+    A receive is posted one computation early, so that the transfer overlaps with the computation. Receives from one
+    stage and of one kind keep their order. A receive is not posted before a computation of its own microbatch: the
+    received values may depend on it, and on a GPU a receive is a kernel that blocks.
     """
     starts: dict[int, list[int]] = {}
     last: dict[tuple[int | None, str], int] = {}
@@ -202,7 +197,6 @@ def place_early_receives(instructions: Sequence[Instruction]) -> dict[int, list[
 
 def list_slots_read(instruction: Instruction, stage: Stage) -> list[Slot]:
     """Return the received tensors that ``instruction`` may be the first to read, as (channel, microbatch, value name).
-
     The channel is "F" for a value and "B" for its gradient. ``stage``: the instruction's pipeline stage.
     """
     microbatch = instruction.microbatch

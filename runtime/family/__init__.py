@@ -1,2 +1,3 @@
 """The programs of one plan, which share parameters and optimizer states: training steps for several batch shapes,
-evaluation and generation. Their data types, their compact form in plan files, and how their batches are padded."""
+evaluation and generation. Their data types, their compact form in plan files, and the padding of their batches.
+"""

@@ -1,6 +1,7 @@
 """Data types of the further programs of a plan: the purpose of each program, and how a batch is padded to its shape.
 
-All programs of a plan have one layout of the state, that of its first program (``runtime/prove/layouts.py``).
+All programs of a plan have the same layout of parameters and buffers, that of its first program
+(``runtime/prove/layouts.py``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from partitioner.runtime.program.program import Program
 
 class InputPadding(Data):
     """How one input tensor of a batch is padded to the batch shape of one of a plan's programs: the indices of the dims
-    that grow, and the number that fills the new elements."""
+    that grow, and the values of the new elements.
+    """
 
     batch_dim: int | None = Field(
         default=None,
@@ -107,15 +109,16 @@ class BatchPadding(Data):
 
 
 def name_shape(shape: tuple[int, int]) -> str:
-    """Return the name of the training step for batches of ``shape``, the pair (samples, positions), such as
-    ``step 8x4096``. If the second number is 0, the batch has no positions, and the name is ``step 8``.
+    """Return the name of the training step for batches of ``shape``, the pair (samples, positions), such as ``step
+    8x4096``. If the second number is 0, the batch has no positions, and the name is like ``step 8``.
     """
     return f"step {shape[0]}x{shape[1]}" if shape[1] else f"step {shape[0]}"
 
 
 class FurtherProgram(Data):
     """One more program of a plan, such as one for evaluation or for another batch shape. It uses the parameters and
-    buffers as the plan's main program (the training step) lays them out over the ranks."""
+    buffers in the layout of the plan's first program (the training step).
+    """
 
     program: Program = Field(description="Program of all ranks.")
     purpose: Literal["evaluate", "step", "prefill", "decode"] = Field(
@@ -143,10 +146,8 @@ class FurtherProgram(Data):
 
 
 class ProgramFamily(NamedTuple):
-    """All programs of a plan.
-
-    ``first``: the program of a training step. ``padding``: how its batches are padded; ``None``: batches have exactly
-    the planned shape. ``further``: the other programs by name.
+    """All programs of a plan. ``first``: the program of a training step. ``padding``: the padding of its batches;
+    ``None``: batches have exactly the planned shape. ``further``: the other programs by name.
     """
 
     first: Program

@@ -34,8 +34,9 @@ _COUNTER = re.compile(r"(_\d+)+$")
 
 
 def make_delta(base: Any, other: Any) -> Delta:
-    """Return the difference from ``base`` to ``other``, two pieces of JSON data, as a dict of JSON data from which
-    :func:`apply_delta` computes ``other`` out of ``base``. It is ``{}`` for equal data."""
+    """Return the difference from ``base`` to ``other``, two pieces of JSON data, as a dict of JSON data, from which
+    :func:`apply_delta` computes ``other`` when given ``base``. Equal data give ``{}``.
+    """
     if type(base) is not type(other):
         return {"=": other}
     if base == other and repr(base) == repr(other):  # 1, 1.0 and True are equal, but other JSON
@@ -56,9 +57,8 @@ def make_delta(base: Any, other: Any) -> Delta:
 
 def apply_delta(base: Any, delta: Delta) -> Any:
     """Return the JSON data ``base`` with the difference ``delta`` applied, which :func:`make_delta` returned for
-    ``base``.
-
-    Raise ``KeyError``, ``IndexError``, ``TypeError`` or ``ValueError`` if ``delta`` is a difference from other data.
+    ``base``. Raise ``KeyError``, ``IndexError``, ``TypeError`` or ``ValueError`` if ``delta`` is a difference from
+    other data.
     """
     if "=" in delta:
         return delta["="]
@@ -80,17 +80,15 @@ def apply_delta(base: Any, delta: Delta) -> Any:
 
 
 def count_characters(data: Any) -> int:
-    """Return how many characters the JSON ``data`` have in a file."""
+    """Return the number of characters of ``data`` as JSON text."""
     return len(json.dumps(data))
 
 
 def find_changed_scalars(base: Any, other: Any) -> dict[int | str, int | str]:
-    """Return the integers and strings of ``base`` that become another one in ``other``, as old -> new, such as the old
-    and the new batch size.
-
-    ``base`` and ``other``: JSON data of similar structure. Values at the same place are compared; entries of lists are
-    first matched by similarity. If a value of ``base`` has different counterparts in ``other``, the most frequent one
-    counts.
+    """Return the integers and strings of ``base`` that are replaced by another one in ``other``, as a dict: old -> new,
+    such as the old and the new batch size. ``base`` and ``other``: JSON data of similar structure. Values at the same
+    position are compared; entries of lists are first matched by similarity. If a value of ``base`` has several
+    counterparts in ``other``, the most frequent one counts.
     """
     counts: dict[int | str, Counter[int | str]] = {}
     for old, new in _pair_scalars(base, other):
@@ -101,7 +99,8 @@ def find_changed_scalars(base: Any, other: Any) -> dict[int | str, int | str]:
 
 def replace_scalars(value: Any, scalars: Mapping[int | str, int | str]) -> Any:
     """Return a copy of the JSON data ``value`` in which each integer and string that is a key of ``scalars`` is
-    replaced by the key's value. Keys of dicts stay."""
+    replaced by its value in ``scalars``. Keys of dicts are not replaced.
+    """
     if not scalars:
         return value
     if isinstance(value, dict):
@@ -113,8 +112,9 @@ def replace_scalars(value: Any, scalars: Mapping[int | str, int | str]) -> Any:
 
 def describe_form(value: Any) -> str:
     """Return a text that is equal for pieces of JSON data of the same form: data that differ only in integers, in the
-    numbers at the end of names, or in the length of a list of equal entries. Stored graph nodes with the same operator
-    and the same place in the model's source code have the same text. ``value``: the JSON data."""
+    numbers at the end of names, or in the length of a list of equal entries. For example, stored graph nodes with the
+    same operator and the same position in the model's source code have the same text. ``value``: the JSON data.
+    """
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{describe_form(entry)}" for key, entry in value.items()) + "}"
     if isinstance(value, list):
@@ -124,8 +124,9 @@ def describe_form(value: Any) -> str:
 
 
 def _pair_scalars(base: Any, other: Any) -> Iterator[tuple[int | str, int | str]]:
-    """Yield a pair (integer or string in ``base``, integer or string in ``other``) for each place that two pieces of
-    JSON data have in common. Entries of lists are matched by their form."""
+    """Yield a pair (integer or string in ``base``, integer or string in ``other``) for each position that two pieces of
+    JSON data have in common. Entries of lists are matched by their form.
+    """
     if isinstance(base, dict) and isinstance(other, dict):
         for key in base.keys() & other.keys():
             yield from _pair_scalars(base[key], other[key])
@@ -138,9 +139,10 @@ def _pair_scalars(base: Any, other: Any) -> Iterator[tuple[int | str, int | str]
 
 
 def _list_pieces(base: list[Any], other: list[Any]) -> list[Any]:
-    """Return how to build the list ``other`` from entries of the list ``base``, as a list of pieces of JSON data in
-    order. A piece is one of: ``[start, end]``, the entries ``base[start:end]`` unchanged; ``{"of": i, ...}``, the entry
-    ``base[i]`` changed by the difference that the other keys describe; ``{"=": entry}``, a new entry."""
+    """Return a list of pieces of JSON data, in order, from which the list ``other`` can be built, given the list
+    ``base``. A piece is one of: ``[start, end]``, the entries ``base[start:end]`` unchanged; ``{"of": i, ...}``, the
+    entry ``base[i]`` changed by the difference in the other keys; ``{"=": entry}``, a new entry.
+    """
     pieces, at = list[Any](), 0
     for start, end, first, last in _match_entries(base, other):
         pieces += [{"=": entry} for entry in other[at:first]]
@@ -156,7 +158,8 @@ def _list_pieces(base: list[Any], other: list[Any]) -> list[Any]:
 
 def _match_entries(base: list[Any], other: list[Any]) -> Iterator[tuple[int, int, int, int]]:
     """Yield tuples (start, end, first, last), in order: the entries ``base[start:end]`` resemble ``other[first:last]``,
-    one by one, and both ranges have the same length."""
+    one by one, and both ranges have the same length.
+    """
     for describe in (describe_form, repr):
         forms = [describe(entry) for entry in base], [describe(entry) for entry in other]
         if forms[0] == forms[1]:
@@ -171,10 +174,11 @@ def _match_entries(base: list[Any], other: list[Any]) -> Iterator[tuple[int, int
 
 
 def _join_pieces(base: list[Any], pieces: list[Any]) -> list[Any]:
-    """Return the list that is built from entries of the list ``base`` as ``pieces`` say. A piece is one of: ``[start,
+    """Return the list that is built from ``pieces`` and entries of the list ``base``. A piece is one of: ``[start,
     end]``, the entries ``base[start:end]`` unchanged; ``{"of": i, ...}``, the entry ``base[i]`` changed by the
-    difference that the other keys describe; ``{"=": entry}``, a new entry. Raise ``IndexError`` if the pieces do not
-    follow the order of ``base``."""
+    difference in the other keys; ``{"=": entry}``, a new entry. Raise ``IndexError`` if the pieces do not follow the
+    order of ``base``.
+    """
     found, at = list[Any](), 0
     for piece in pieces:
         if isinstance(piece, list):
@@ -191,7 +195,8 @@ def _join_pieces(base: list[Any], pieces: list[Any]) -> list[Any]:
 
 def _check_range(base: list[Any], start: int, end: int, at: int) -> int:
     """Return ``end``. Raise ``IndexError`` unless the range ``[start, end)`` lies in the list ``base`` and begins at
-    the index ``at`` or later."""
+    the index ``at`` or later.
+    """
     if not at <= start <= end <= len(base):
         raise IndexError(f"a list of {len(base)} entries has none from {start} to {end} after {at}")
     return end

@@ -1,6 +1,6 @@
 """Read all programs of a plan, from memory or from a plan file.
 
-A plan file stores a further program as its difference from the earlier program that it resembles most. ``base``: number
+A plan file stores a further program as its difference from the earlier program that it resembles most. ``base``: index
 of that program; 0 is the first program. ``numbers`` (old -> new): numbers to replace everywhere first, such as a
 sequence length, except below the keys in ``constant``, such as the shapes of states. ``rest``: the remaining
 difference, in the form of ``differences.py``. ``blocks``: differences of single graphs of blocks (such as layers) from
@@ -27,15 +27,13 @@ from partitioner.runtime.family.differences import (
 from partitioner.runtime.program.load import check_program, load_program, read_plan_content
 from partitioner.runtime.program.program import Program
 
-_SHORT_DELTA = 300  # characters: a block's difference this short is not made shorter
+_SHORT_DELTA = 300  # number of characters up to which a block's difference is not shortened
 
 
 def load_family(plan: Any) -> ProgramFamily:
     """Return all programs (training step, evaluation and so on) of ``plan``: a :class:`Program`, a plan, or the path of
-    a plan file.
-
-    Raise :class:`LaunchError` if there is no program, or if the file cannot be read, and
-    :class:`UntrustedOperatorError` if a program in the file calls an operator that is not allowed in plan files.
+    a plan file. Raise :class:`LaunchError` if there is no program, or if the file cannot be read, and
+    :class:`UntrustedOperatorError` if a program in the file calls an operator that plan files may not name.
     """
     first = load_program(plan)
     if isinstance(plan, Program):
@@ -57,11 +55,9 @@ def load_family(plan: Any) -> ProgramFamily:
 
 
 def fold_programs(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a plan file in its compact form, where each program under ``"further"`` (such as an
-    evaluation) is stored as its difference from the earlier program that it resembles most. A plan with one program
-    only is returned unchanged.
-
-    ``content``: the content with whole programs, as JSON data.
+    """Return the content of a plan file in its compact form, in which each program under ``"further"`` (such as an
+    evaluation) is stored as its difference from the earlier program that it resembles most. A plan with only one
+    program is returned unchanged. ``content``: the content with whole programs, as JSON data.
     """
     if not content.get("further"):
         return content
@@ -74,19 +70,18 @@ def fold_programs(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _describe_blocks(program: Any) -> dict[str, Counter[str]]:
-    """Return, for each block of ``program`` (a piece of the model, such as a layer), how many nodes of its graph have
-    each form: name of the block -> form -> count. Nodes have the same form (a text, see :func:`describe_form`) if they
-    differ only in numbers, such as sizes. ``program``: JSON data."""
+    """Return, for each block (a piece of the model, such as a layer) of ``program`` (JSON data), the number of its
+    graph nodes of each form: name of the block -> form -> count. Nodes have the same form (a text, see
+    :func:`describe_form`) if they differ only in numbers, such as sizes.
+    """
     return {name: Counter(map(describe_form, block["nodes"])) for name, block in program["blocks"].items()}
 
 
 def _fold_program(programs: list[Any], program: Any, forms: list[dict[str, Counter[str]]]) -> Delta:
-    """Return ``program`` as its difference from that one of the earlier ``programs`` which it resembles most; all of
-    them are JSON data. The result is a dict with the index of that program (``base``), the numbers to replace and the
-    remaining difference.
-
-    ``forms``: for each of ``programs``, and last for ``program``, how many nodes of each form the graph of a block has:
-    name of the block -> form -> count.
+    """Return the difference of ``program`` from the most similar of the earlier ``programs``; all are JSON data. The
+    result is a dict with the index of this earlier program (``base``), the numbers to replace (``numbers``) and the
+    remaining difference (``rest``). ``forms``: for each of ``programs``, and last for ``program``: name of a block ->
+    form of a graph node -> number of such nodes.
     """
     alike = [sum(blocks.get(name) == form for name, form in forms[-1].items()) for blocks in forms[:-1]]
     base = max(range(len(programs)), key=lambda n: (alike[n], n))
@@ -111,12 +106,11 @@ def _fold_program(programs: list[Any], program: Any, forms: list[dict[str, Count
 
 
 def _fold_block(programs: list[Any], block: Any, name: str, forms: list[dict[str, Counter[str]]]) -> Delta | None:
-    """Return ``block`` (a piece of the model, such as a layer) as its difference from the block ``name`` of an earlier
-    program: of ``programs``, the one in which the most nodes of the block's graph have the same form as in ``block``.
-    Return ``None`` if no earlier program has a block with this name. All data are JSON data.
-
-    ``forms``: for each of ``programs``, and last for the program of ``block``, how many nodes of each form the graph of
-    a block has: name of the block -> form -> count.
+    """Return the difference of ``block`` (a piece of the model, such as a layer) from the block called ``name`` of the
+    earlier program in which the graphs of the two blocks share the most nodes of the same form. Return ``None`` if no
+    earlier program has a block with this name. All data are JSON data. ``programs``: the earlier programs. ``forms``:
+    for each of ``programs``, and last for the program of ``block``: name of a block -> form of a graph node -> number
+    of such nodes.
     """
     shared = {n: (blocks[name] & forms[-1][name]).total() for n, blocks in enumerate(forms[:-1]) if name in blocks}
     if not shared:
@@ -134,17 +128,16 @@ def _only_numbers(scalars: dict[int | str, int | str]) -> dict[int | str, int | 
 
 
 def _as_keys(numbers: dict[int | str, int | str]) -> dict[str, int | str]:
-    """Return ``numbers``, a dict old number -> replacement, with each old number as text, because keys of JSON objects
+    """Return ``numbers``, a dict: old number -> replacement, with each old number as text, because keys of JSON objects
     are texts.
     """
     return {str(a): b for a, b in numbers.items()}
 
 
 def unfold_programs(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a plan file in which each program under ``"further"`` is stored as a whole, as JSON data.
-
-    ``content``: the compact content, in which each of these programs is stored as its difference from an earlier one.
-    Raise :class:`LaunchError` if a difference does not fit.
+    """Return the content of a plan file with whole programs under ``"further"``, as JSON data. ``content``: the compact
+    content, in which each of these programs is stored as its difference from an earlier one. Raise :class:`LaunchError`
+    if a difference cannot be applied.
     """
     if not content.get("further"):
         return content
@@ -160,8 +153,9 @@ def unfold_programs(content: dict[str, Any]) -> dict[str, Any]:
 
 def _unfold_program(programs: list[Any], folded: Any) -> Any:
     """Return the whole program that is stored as ``folded``, its difference from one of the earlier whole ``programs``.
-    All of them are JSON data."""
-    base = programs[folded.get("base", -1)]  # files of earlier versions do not name it: the program before
+    All are JSON data.
+    """
+    base = programs[folded.get("base", -1)]  # without it, in files of earlier versions: the previous program
     program = _unfold_part(base, folded)
     blocks = {
         name: _unfold_part(programs[part["base"]]["blocks"][name], part)
@@ -171,9 +165,10 @@ def _unfold_program(programs: list[Any], folded: Any) -> Any:
 
 
 def _unfold_part(base: Any, folded: Any) -> Any:
-    """Return JSON data computed from ``base`` and the stored difference ``folded``. First, numbers and names in
-    ``base`` are replaced, except below the keys that ``folded`` lists under ``constant``: ``folded["numbers"]`` and
-    ``folded["names"]`` are dicts old -> new. Then the difference ``folded["rest"]`` is applied."""
+    """Return the JSON data that result from applying the stored difference ``folded`` to ``base``. First, numbers and
+    names in ``base`` are replaced, except below the keys in ``folded["constant"]``: ``folded["numbers"]`` and
+    ``folded["names"]`` are dicts: old -> new. Then the difference ``folded["rest"]`` is applied.
+    """
     numbers, names = folded["numbers"], folded.get("names", {})
     if any(type(b) is not int for b in numbers.values()) or any(type(b) is not str for b in names.values()):
         raise TypeError("a number must be replaced by a number, and a name by a name")  # lists could double the data

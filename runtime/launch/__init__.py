@@ -1,3 +1,3 @@
-"""Start the ranks of a plan: the command ``python -m partitioner.runtime``, local processes or threads, and
+"""Start the ranks of a plan: by the command ``python -m partitioner.runtime``, as local processes or threads, or by
 torchrun.
 """

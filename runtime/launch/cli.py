@@ -1,7 +1,7 @@
 """The command ``torchrun --nproc-per-node 4 -m partitioner.runtime plan.json --weights folder/``: train a plan.
 
 Rank 0 prints one line per step. Ranks are watched: if one fails, is killed or stalls, its instruction and graph node
-are printed, and recorded for torchrun, which ends the others immediately. With ``--checkpoints`` a restarted run
+are printed, and reported to torchrun, which ends the others immediately. With ``--checkpoints`` a restarted run
 continues from its newest checkpoint.
 """
 
@@ -44,11 +44,9 @@ _Number = TypeVar("_Number", int, float)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run ``python -m partitioner.runtime`` with ``arguments`` (by default those of the process), which trains a plan,
-    and exit the process.
-
-    The exit status is 0, 1 if a rank failed, 2 for a wrong command line, 130 after Ctrl-C, or 143 if the run was asked
-    to end and its last step is saved.
+    """Run ``python -m partitioner.runtime``, which trains a plan, with the command line ``arguments`` (by default those
+    of the process), and exit the process. The exit status is 0, 1 if a rank failed, 2 for a wrong command line, 130
+    after Ctrl-C, or 143 if a signal asked the run to end and its last step is saved.
     """
     options = _build_parser().parse_args(arguments)
     status = 0
@@ -67,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # Gloo's tear-down sometimes aborts the process
+    os._exit(status)  # otherwise Gloo's shutdown sometimes aborts the process
 
 
 def _make_bounded_parser(kind: Callable[[str], _Number], least: _Number) -> Callable[[str], _Number]:
@@ -158,10 +156,9 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _train_patiently(options: argparse.Namespace) -> None:
-    """Train the plan as the command line ``options`` say.
-
-    If this rank fails only because it has lost another one, wait for some seconds before raising the error, so that
-    torchrun ends this rank and records only the first cause.
+    """Train the plan according to the command line ``options``. If this rank fails only because it has lost another
+    one, wait for some seconds before raising the error, so that torchrun ends this rank and records only the first
+    cause.
     """
     try:
         _train_plan(options)
@@ -172,9 +169,8 @@ def _train_patiently(options: argparse.Namespace) -> None:
 
 
 def _has_gpu() -> bool:
-    """Return whether each rank of this node has a GPU of its own.
-
-    That is so if there are at least as many GPUs as ranks on the node, or if each rank sees only its own GPU.
+    """Return whether each rank of this node has its own GPU: there are at least as many GPUs as ranks on the node, or
+    each rank sees only its own GPU.
     """
     if not torch.cuda.is_available():
         return False
@@ -190,8 +186,8 @@ def _has_gpu() -> bool:
 
 
 def _train_plan(options: argparse.Namespace) -> None:
-    """Create the engine of this rank, and train the plan as the command line ``options`` say; save the weights if they
-    name a folder.
+    """Create the engine of this rank, and train the plan according to the command line ``options``. If they name a
+    folder for weights, save the weights at the end.
     """
     program = load_program(options.plan)
     _check_world(program)
@@ -214,10 +210,8 @@ def _train_plan(options: argparse.Namespace) -> None:
 
 
 def _run_steps(engine: Engine, options: argparse.Namespace) -> None:
-    """Train ``engine`` for the number of steps in ``options``, with the metrics, checkpoints and checks that the
-    options ask for.
-
-    Exit the process with status 143 after a SIGTERM or SIGINT, when the last step is saved.
+    """Train ``engine`` for the number of steps in the command line ``options``, with the requested metrics, checkpoints
+    and checks. After a SIGTERM or SIGINT, exit the process with status 143 when the last step is saved.
     """
     trained = [p for p in engine.parameters() if p.requires_grad]
     program = engine.program
@@ -274,13 +268,15 @@ def _run_steps(engine: Engine, options: argparse.Namespace) -> None:
         if kept.interrupted:
             if first:
                 print(f"stopped by a signal: step {engine.steps} is saved in {options.checkpoints}", file=sys.stderr)
-            sys.exit(128 + signal.SIGTERM)  # it is not done: whoever starts runs again may do so
+            sys.exit(
+                128 + signal.SIGTERM
+            )  # not complete: the status tells the launcher that the run can be started again
 
 
 def _print_copies(kept: Checkpoints) -> bool:
-    """Print, on rank 0, how much memory the in-memory copies of the training state take, and return ``True``. If there
-    is no copy yet, print nothing and return ``False``, so that the caller tries again later. ``kept``: the checkpoints
-    of the training, which make these copies.
+    """On rank 0, print the memory that the in-memory copies of the training state take. Return ``True`` if there is a
+    copy; otherwise return ``False``, so that the caller tries again later. ``kept``: the checkpoints of the training,
+    which make these copies.
     """
     copies = kept.copies
     if copies is None or not copies.nbytes:
@@ -305,10 +301,8 @@ def _check_batch_file(path: Path) -> dict[str, Tensor]:
 
 
 def make_random_batch(program: Program, seed: int) -> dict[str, Tensor]:
-    """Return a random global batch for ``program``, as path of the input -> tensor. It is equal on all ranks with the
-    same ``seed``.
-
-    Integers are below the number of rows of the smallest embedding table; masks are all ones.
+    """Return a random global batch for ``program``, as a dict: path of the input -> tensor. It is equal on all ranks
+    with the same ``seed``. Integers are below the number of rows of the smallest embedding table; masks are all ones.
     """
     generator = torch.Generator().manual_seed(seed)
     high = _find_smallest_table(program)
@@ -326,7 +320,8 @@ def make_random_batch(program: Program, seed: int) -> dict[str, Tensor]:
 
 def _find_smallest_table(program: Program) -> int:
     """Return the smallest number of rows of an embedding table of ``program``, below which random token ids are drawn;
-    2 if it has no table."""
+    2 if ``program`` has no table.
+    """
     rows = []
     for stage in program.stages:
         for call in stage.calls:
@@ -340,8 +335,7 @@ def _find_smallest_table(program: Program) -> int:
 
 
 def _check_world(program: Program) -> None:
-    """Raise :class:`LaunchError` before anything is started if torchrun did not start the number of ranks that
-    ``program`` needs."""
+    """Raise :class:`LaunchError` if torchrun did not start the number of ranks that ``program`` needs."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != program.world_size:
         mesh = ", ".join(f"{axis}={n}" for axis, n in program.mesh.items() if n > 1) or "one rank"

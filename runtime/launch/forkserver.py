@@ -4,8 +4,8 @@ The fork server of ``multiprocessing`` would import the user's main script again
 socket for communication with each rank, and kills all of its ranks when it ends.
 
 The environment variable ``PARTITIONER_PRELOAD`` names further modules, separated by commas, that the server imports
-before it forks, so that ranks need not import each by itself. They must start no thread and not use autograd when they
-are imported; those that are not installed are left out.
+before it forks, so that the ranks need not import them. Importing them must not start threads or use autograd; modules
+that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from partitioner import runtime
 
-_ROOT = Path(runtime.__path__[0]).absolute().parent.parent  # where `partitioner` is found
+_ROOT = Path(runtime.__path__[0]).absolute().parent.parent  # folder that contains `partitioner`
 
 _PRELOAD = "PARTITIONER_PRELOAD"
 _SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
@@ -42,7 +42,7 @@ serve(int(sys.argv[1]))
 
 
 class Child(NamedTuple):
-    """A forked process that runs a rank. ``pid``: its process ID. ``connection``: this process's side of the connection
+    """A forked process that runs a rank. ``pid``: its process ID. ``connection``: the client's side of the connection
     to it.
     """
 
@@ -62,8 +62,8 @@ class ForkServer:
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # A library that starts threads when it is imported would leave its locks behind in the fork; who looks for GPUs
-        # by CUDA itself, as fake tensors do, leaves forks that cannot use them.
+        # A library that starts threads when it is imported would leave its locks behind in the fork; and if CUDA itself
+        # were used to look for GPUs, as fake tensors do, forks could not use the GPUs.
         quiet = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         quiet["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -75,7 +75,7 @@ class ForkServer:
                 env={**os.environ, **quiet, "PYTHONPATH": path},
             )
         self._lock = threading.Lock()
-        self._serves = False  # until the first answer it imports, and hears nothing
+        self._serves = False  # until the first answer the server imports modules, and does not notice a closed socket
         atexit.register(self.close)
 
     def fork(self, arguments: Mapping[str, Any]) -> Child:
@@ -94,9 +94,7 @@ class ForkServer:
 
     def _send_request(self, request: dict[str, Any], *fds: int) -> dict[str, Any]:
         """Send ``request`` to the fork server and return its answer, both as JSON data. ``fds``: file descriptors to
-        pass to it.
-
-        Raise ``RuntimeError`` if the server has ended.
+        pass to the server. Raise ``RuntimeError`` if the server has ended.
         """
         with self._lock:
             socket.send_fds(self._socket, [json.dumps(request).encode()], list(fds))
@@ -111,7 +109,7 @@ class ForkServer:
         return self.process.poll() is None
 
     def close(self) -> None:
-        """End the fork server's process, and with it all processes that it has forked."""
+        """End the fork server's process, and thus all processes that it has forked."""
         atexit.unregister(self.close)
         self._socket.close()
         if not self._serves:
@@ -129,7 +127,7 @@ _server_lock = threading.Lock()
 
 
 def fork_server() -> ForkServer:
-    """Return the client of the one fork server that this process uses; start the server if it does not run."""
+    """Return the client of the single fork server of this process; start the server if it does not run."""
     global _server
     with _server_lock:
         if _server is None or not _server.alive():
@@ -171,16 +169,14 @@ def serve(fd: int) -> None:
             os.close(fds[0])
             running.add(pid)
             answer = {"pid": pid}
-        with contextlib.suppress(BrokenPipeError):  # the client was interrupted; the next message is its end
+        with contextlib.suppress(BrokenPipeError):  # the client was interrupted; the next read ends the loop
             requests.send(json.dumps(answer).encode())
     for pid in running:
         os.kill(pid, signal.SIGKILL)
 
 
 def _reap_children(running: set[int], statuses: dict[int, int]) -> None:
-    """Move the processes that have ended from ``running`` to ``statuses``. ``running``: PIDs. ``statuses``: PID -> exit
-    status.
-    """
+    """Move the processes that have ended from ``running`` (PIDs) to ``statuses`` (PID -> exit status)."""
     for pid in list(running):
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:

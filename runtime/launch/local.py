@@ -66,10 +66,10 @@ def run_local(
     """Run one step of ``plan`` with every rank as a process of this machine, over Gloo, and return the whole results.
 
     Args:
-        plan: a plan, a :class:`Program`, or the path of a plan file. ``model``: the weights: a module, a dict of
-            tensors, or the path of a safetensors file or folder.
+        plan: a plan, a :class:`Program`, or the path of a plan file.
+        model: the weights: a module, a dict of tensors, or the path of a safetensors file or folder.
         inputs: the whole global batch, in the form that the model takes.
-        precision: floating type to run in instead of the planned one, such as ``fp64`` for comparisons.
+        precision: floating dtype to use instead of the planned one, such as ``fp64`` for comparisons.
         timeout: seconds after which all ranks are ended.
         outputs, grads: whether to collect the model's results, and the gradients.
         seed: seed of the model's random operators.
@@ -122,10 +122,10 @@ def run_threads(
     results.
 
     Args:
-        plan: a plan, a :class:`Program`, or the path of a plan file. ``model``: the weights: a module, a dict of
-            tensors, or the path of a safetensors file or folder.
+        plan: a plan, a :class:`Program`, or the path of a plan file.
+        model: the weights: a module, a dict of tensors, or the path of a safetensors file or folder.
         inputs: the whole global batch, in the form that the model takes.
-        precision: floating type to run in instead of the planned one, such as ``fp64`` for comparisons.
+        precision: floating dtype to use instead of the planned one, such as ``fp64`` for comparisons.
         timeout: seconds that a rank waits for the others.
         seed: seed of the model's random operators.
 
@@ -144,7 +144,7 @@ def run_threads(
 
     def work(rank: int) -> None:
         """Run the step of ``rank`` in this thread, and store its results. If it fails, release the ranks that wait for
-        it.
+        this rank.
         """
         try:
             communicator = world.communicator(rank)
@@ -185,9 +185,9 @@ def _open_ranks(program: Program, ranks: LocalRanks | None) -> Any:
 
 
 def _find_scratch_folder(program: Program) -> Path | None:
-    """Return the folder in which to create the temporary files through which local ranks get their weights and return
-    their results: ``/dev/shm``, a folder in memory, if it has space for twice the weights and results of ``program``.
-    Return ``None``, which stands for the system's temporary folder, if it has not.
+    """Return the folder for the temporary files through which local ranks get their weights and return their results:
+    ``/dev/shm``, a folder in memory, if it has space for twice the weights and results of ``program``; otherwise
+    ``None``, which means the system's temporary folder.
     """
     needed = 4 * sum(torch.Size(s.shape).numel() * 8 for s in program.states.values())
     if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > needed:
@@ -197,9 +197,7 @@ def _find_scratch_folder(program: Program) -> Path | None:
 
 def _ensure_weights_file(program: Program, weights: Weights, path: Path) -> Path:
     """Return the path of a file or folder with ``weights``, the weights that ``program`` reads. All ranks map it into
-    memory.
-
-    The file is written to ``path``, unless the weights are from files already.
+    memory. If the weights are already in files, these are used; otherwise the file ``path`` is written.
     """
     if isinstance(weights, FileWeights):
         return Path(weights.origin)

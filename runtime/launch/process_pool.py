@@ -5,7 +5,7 @@ After a step, :func:`join_rank_results` combines the results of the ranks into t
 loss and gradients.
 
 A message between processes is ``(kind, content)``, pickled to plain bytes. ``Connection.send`` would pass tensors as
-shared memory, which ends with the process that sent them.
+shared memory, which disappears with the process that sent them.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ from partitioner.runtime.watch.watchdog import Watch
 
 @dataclass(frozen=True)
 class RankResults:
-    """The results of a step that one rank contributes. A result that several ranks have is contributed by one of them
-    only.
+    """The results of a step that one rank contributes. If several ranks have the same result, only one of them
+    contributes it.
 
     Args:
         loss: the loss of the global batch; ``None`` if the program has none.
@@ -78,7 +78,7 @@ class RankResults:
     loss: Tensor | None
     outputs: dict[str, dict[int, Tensor]]  # value -> microbatch -> tensor
     grads: dict[str, Tensor]  # state -> this rank's shard
-    buffers: dict[str, Tensor] = field(default_factory=dict)  # those that the step changed, likewise
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # changed buffer -> this rank's shard
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,9 @@ class Run:
 
 
 def collect_rank_results(engine: Engine, outputs: bool = True, grads: bool = True) -> RankResults:
-    """Return the results of the last step that the rank of ``engine`` contributes. A result that several ranks have is
-    contributed by one of them only.
-
-    ``outputs`` and ``grads``: whether to include the model's results and the gradients.
+    """Return the results of the last step that the rank of ``engine`` contributes. If several ranks have the same
+    result, only one of them contributes it. ``outputs`` and ``grads``: whether to include the model's results and the
+    gradients.
     """
     rank = engine.rank_program
     program = rank.program
@@ -125,9 +124,8 @@ def collect_rank_results(engine: Engine, outputs: bool = True, grads: bool = Tru
 
 
 def join_rank_results(program: Program, parts: Sequence[RankResults], extra: Mapping[str, Tensor] | None = None) -> Run:
-    """Return the results of the whole model, joined from the results ``parts`` of all ranks of ``program``.
-
-    ``extra``: name -> gradient to add, of parameters for which the program computes none.
+    """Return the results of the whole model, joined from the results ``parts`` of all ranks of ``program``. ``extra``:
+    name -> gradient, for parameters for which the program does not compute a gradient.
     """
     by_rank = {p.rank: p for p in parts}
     leaves = join_outputs(program, {rank: part.outputs for rank, part in by_rank.items()})
@@ -143,13 +141,12 @@ def join_rank_results(program: Program, parts: Sequence[RankResults], extra: Map
 
 def _join_state(program: Program, state: str, shards: Mapping[int, Tensor]) -> Tensor:
     """Return the whole tensor of the parameter or buffer ``state`` of ``program``, or its gradient, joined from the
-    parts of the ranks.
-
-    ``shards``: rank -> its part, in ascending order of ranks, without replicas. The whole is sharded over ``ep``, the
-    shards over ``tp``, and these, flattened, over the ranks of ZeRO.
+    parts of the ranks. ``shards``: rank -> its part, in ascending order of ranks, without replicas. The whole tensor is
+    sharded over ``ep``, each shard over ``tp``, and each of these shards is flattened and divided over the ranks of
+    ZeRO.
     """
     data = program.states[state]
-    shared: dict[tuple[int, ...], list[Tensor]] = {}  # the ranks that share a part -> their pieces, in order of rank
+    shared: dict[tuple[int, ...], list[Tensor]] = {}  # ranks that divide a shard -> their pieces, in order of rank
     for rank, tensor in shards.items():
         shared.setdefault(program.group(rank, data.zero_axes), []).append(tensor)
     shape = shard_shape(program, state)
@@ -162,19 +159,18 @@ def _join_state(program: Program, state: str, shards: Mapping[int, Tensor]) -> T
 
 
 def _rebuild_tree(program: Program, leaves: dict[str, Any]) -> Any:
-    """Return the model's result in its own structure of tuples, lists and dicts, or ``leaves`` if the structure cannot
-    be rebuilt. ``program``: the plan's program, which has the structure. ``leaves``: path in the structure -> value.
+    """Return the model's result in its own structure of tuples, lists and dicts; ``leaves`` if the structure cannot be
+    rebuilt. ``program``: the plan's program, which has the structure. ``leaves``: path in the structure -> value.
     """
     if program.tree is not None:
-        # A tree of a class that this process does not know stays a dict by path.
+        # If this process does not know a class in the structure, the result stays a dict by path.
         with contextlib.suppress(Exception):
             return pytree.tree_unflatten(list(leaves.values()), pytree.treespec_loads(program.tree))
     return leaves
 
 
 def make_unread_gradients(program: Program, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return zero gradients, by name, for the parameters that require a gradient but that ``program`` does not use.
-
+    """Return zero gradients, by name, for the parameters that require a gradient but are not used by ``program``.
     ``parameters``: name in the model -> tensor.
     """
     known = {n for name, s in program.states.items() if s.requires_grad for n in list_model_names(name, s)}
@@ -187,26 +183,25 @@ def send_message(connection: Connection, kind: str, content: Any = None) -> None
 
 
 def receive_message(connection: Connection) -> tuple[str, Any]:
-    """Return the next message from another process, at the other end of ``connection``, as a pair: its kind (a text
-    such as "done") and its content (any object). Raise ``EOFError`` or ``OSError`` if that process has ended.
+    """Return the next message from the process at the other end of ``connection``, as a pair: its kind (a text such as
+    "done") and its content (any object). Raise ``EOFError`` or ``OSError`` if that process has ended.
     """
     kind, content = pickle.loads(connection.recv_bytes())
     return kind, content
 
 
-_START_S = 120.0  # for all ranks to have found each other
+_START_S = 120.0  # time for all ranks to connect to each other
 
-_GRACE_S = 0.3  # after the first failure: others may tell of an earlier one
-_LATE_S = 5.0  # at most, to say where they are, after the time is out
-_SETTLE_S = 2.0  # for the cause to show where ranks have only lost each other
-_POLL_S = 0.25  # between two looks at a run that is watched
+_GRACE_S = 0.3  # time after the first failure in which other ranks may report an earlier one
+_LATE_S = 5.0  # maximum time after a timeout in which ranks may report their positions
+_SETTLE_S = 2.0  # time to find the cause if ranks report only lost connections
+_POLL_S = 0.25  # time between two checks of a watched run
 
 
 class LocalRanks:
-    """A pool of ``num_ranks`` local processes that communicate over Gloo, for programs of up to that many ranks.
-
-    It is a context manager. The processes start on first use, and again after a failure. ``debug``: verify before every
-    collective that all ranks call it with equal shapes (slow; names both sides of a mismatch).
+    """A pool of ``num_ranks`` local processes that communicate over Gloo, for programs of up to that many ranks. It is
+    a context manager. The processes start on first use, and again after a failure. ``debug``: whether to verify before
+    every collective that all ranks call it with equal shapes (slow; names both sides of a mismatch).
 
         >>> with LocalRanks(2) as ranks:
         ...     pass  # run_local(plan, model, inputs, ranks=ranks)
@@ -231,15 +226,13 @@ class LocalRanks:
         self, function: Callable[..., Any], *arguments: Any, timeout: float = 300.0, watch: Monitor | None = None
     ) -> list[Any]:
         """Call ``function(*arguments)`` on every rank, inside the process group, and return the results in the order of
-        ranks.
-
-        The function must be importable by name, and its arguments and results must be picklable. ``watch``: reads the
-        status files that the ranks write; if the ranks stall, they are ended as if one had failed, and the error names
-        the cause.
+        ranks. The function must be importable by name, and its arguments and results must be picklable. ``watch``:
+        reads the status files that the ranks write; if the ranks stall, they are ended as if one had failed, and the
+        error names the cause.
 
         Raise :class:`RankError` with the first cause if a rank fails, and :class:`RankTimeout` after ``timeout``
-        seconds; all ranks are ended in both cases. Raise :class:`LaunchError` for a function that the main script
-        defines.
+        seconds; all ranks are ended in both cases. Raise :class:`LaunchError` for a function that is defined in the
+        main script.
         """
         if getattr(function, "__module__", None) == "__main__":
             raise LaunchError(
@@ -252,7 +245,7 @@ class LocalRanks:
         deadline = time.monotonic() + timeout
         try:
             for child in self._children:
-                with contextlib.suppress(OSError):  # it has died, and is found to have below
+                with contextlib.suppress(OSError):  # the process has ended, which is detected below
                     send_message(child.connection, "call", request)
             return self._collect_answers("done", deadline, timeout, watch)
         except BaseException:
@@ -261,7 +254,7 @@ class LocalRanks:
 
     def _start_ranks(self, timeout: float) -> None:
         """Fork the processes of all ranks and wait until they have formed a process group. ``timeout``: seconds that
-        they wait for each other.
+        the ranks wait for each other.
         """
         self._server = fork_server()
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -283,12 +276,12 @@ class LocalRanks:
             raise
 
     def _collect_answers(self, kind: str, deadline: float, timeout: float, watch: Monitor | None = None) -> list[Any]:
-        """Wait until every rank has answered, and return the contents of the answers in the order of ranks.
+        """Wait until every rank has answered, and return the contents of the answers in the order of ranks. Raise
+        :class:`RankError` if a rank fails, and :class:`RankTimeout` after the deadline.
 
         ``kind``: the expected answer, "ready" or "done", for the message of a timeout. ``deadline``: time of
-        ``time.monotonic()``. ``timeout``: the allowed seconds from the start of the request to ``deadline``, which the
-        message names. ``watch``: reads the ranks' status files. Raise :class:`RankError` if a rank fails, and
-        :class:`RankTimeout` after the deadline.
+        ``time.monotonic()``. ``timeout``: the allowed seconds from the start of the request to ``deadline``, for the
+        message. ``watch``: reads the ranks' status files; ``None``: there are none.
         """
         waiting = set(range(self.num_ranks))
         results: dict[int, Any] = {}
@@ -316,10 +309,8 @@ class LocalRanks:
         return [results[rank] for rank in range(self.num_ranks)]
 
     def _explain_failures(self, failures: list[Failure], watch: Monitor | None) -> tuple[Failure, ...]:
-        """Return the failures of ranks, ``failures``, with the cause first, completed by what the status files say,
-        such as where a killed rank was.
-
-        ``watch``: reads the status files; ``None``: there are none.
+        """Return the failures of ranks, ``failures``, with the cause first, completed from the status files, such as
+        with the position of a killed rank. ``watch``: reads the status files; ``None``: there are none.
         """
         first = find_first_cause(tuple(failures))
         if watch is None:
@@ -332,9 +323,8 @@ class LocalRanks:
         return (cause, *(f for f in failures if f.rank != cause.rank))
 
     def _receive_answers(self, ranks: set[int], timeout: float) -> dict[int, tuple[str, Any]]:
-        """Return the messages that arrive from ``ranks`` within ``timeout`` seconds, as rank -> (kind, content).
-
-        A rank whose process has ended counts as failed.
+        """Return the messages that arrive from ``ranks`` within ``timeout`` seconds, as a dict: rank -> (kind,
+        content). A rank whose process has ended counts as failed.
         """
         connections = {id(self._children[r].connection): r for r in ranks}
         found: dict[int, tuple[str, Any]] = {}
@@ -358,9 +348,8 @@ class LocalRanks:
         return Failure(rank, f"the process ended {how} and said nothing", DIED)
 
     def _describe_late_ranks(self, ranks: set[int], kind: str, timeout: float) -> str:
-        """Return the text of a timeout error, with what each of the ranks ``ranks``, which have not answered, does now.
-
-        ``kind``: the answer that was expected: "ready" or "done". ``timeout``: seconds, for the text.
+        """Return the text of a timeout error, with the current activity of each of the ranks ``ranks``, which have not
+        answered. ``kind``: the expected answer: "ready" or "done". ``timeout``: seconds, for the text.
         """
         for rank in ranks:
             with contextlib.suppress(OSError):
@@ -386,7 +375,7 @@ class LocalRanks:
             self._folder = None
 
     def close(self) -> None:
-        """Ask the processes of the pool to exit, and kill those that do not within 5 seconds."""
+        """Ask the processes of the pool to exit, and kill those that do not exit within 5 seconds."""
         for child in self._children:
             with contextlib.suppress(OSError):
                 send_message(child.connection, "leave")
@@ -396,10 +385,8 @@ class LocalRanks:
 
 
 def preload_imports() -> None:
-    """Import modules that the first trace or checkpoint would import, so that processes which are forked later have
-    them.
-
-    Autograd must not be used here, because its engine does not survive a fork.
+    """Import modules that the first trace or checkpoint would import, so that processes that are forked later have
+    them. Autograd must not be used here, because its engine does not survive a fork.
     """
     importlib.import_module("partitioner.runtime.checkpoint.dcp_files")
     with FakeTensorMode(), torch.no_grad():
@@ -418,10 +405,15 @@ def serve_rank_requests(
 ) -> None:
     """Run the main loop of a rank's process: join the process group, then run requests until the connection closes.
 
-    ``connection``: to the process that started the ranks. ``store``: path of the file through which the ranks find each
-    other. ``threads``: number of torch's threads. ``debug``: verify collectives before they run. ``timeout_s``: seconds
-    that ranks wait for each other. ``path``: ``sys.path`` of the process that started the ranks. ``rank``: number of
-    this rank; ``world_size``: number of ranks.
+    Args:
+        connection: connection to the process that started the ranks.
+        rank: number of this rank.
+        world_size: number of ranks.
+        store: path of the file through which the ranks find each other.
+        threads: number of torch's threads.
+        debug: whether to verify collectives before they run.
+        timeout_s: seconds that ranks wait for each other.
+        path: ``sys.path`` of the process that started the ranks.
     """
     sys.path[:] = path
     torch.set_num_threads(threads)
@@ -450,13 +442,13 @@ def serve_rank_requests(
         answer("failed", _error_to_failure(error, rank).to_data())
     while (request := requests.get()) is not None:
         try:
-            function, arguments = pickle.loads(request)  # here: what it imports may fail
+            function, arguments = pickle.loads(request)  # inside the try block, because importing the function may fail
             answer("done", function(*arguments))
         except Exception as error:
             answer("failed", _error_to_failure(error, rank).to_data())
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # Gloo's tear-down sometimes aborts the process
+    os._exit(0)  # shutting down Gloo sometimes aborts the process
 
 
 def _forward_requests(
@@ -466,9 +458,8 @@ def _forward_requests(
     main_thread: int,
 ) -> None:
     """Forward requests from ``connection`` to ``requests``, the queue of the main thread, until the connection closes.
-    This runs in a thread. The request "where" is answered here with where the main thread is, even if that hangs.
-
-    ``answer``: sends a message (kind, content) back. ``main_thread``: identifier of the main thread.
+    This runs in a thread. The request "where" is answered here with the position of the main thread, even if that
+    thread hangs. ``answer``: sends a message (kind, content) back. ``main_thread``: identifier of the main thread.
     """
     while True:
         try:
@@ -484,8 +475,8 @@ def _forward_requests(
 
 
 def _locate_thread(thread: int) -> str:
-    """Return a text that says where a thread of this process is: at which instruction of a program or, outside of a
-    program, at which Python line. ``thread``: identifier of the thread.
+    """Return a text with the position of a thread of this process: the instruction of its program or, outside of a
+    program, the Python line. ``thread``: identifier of the thread.
     """
     frame = sys._current_frames().get(thread)
     deepest = traceback.extract_stack(frame)[-1] if frame is not None else None
@@ -499,10 +490,8 @@ def _locate_thread(thread: int) -> str:
 
 
 class StepFiles(NamedTuple):
-    """The paths of the files for one step that local processes run.
-
-    ``program``, ``weights`` and ``inputs`` are read; each rank writes one of ``results``. ``watch``: folder of the
-    ranks' status files.
+    """The paths of the files for one step that local processes run. ``program``, ``weights`` and ``inputs`` are read;
+    each rank writes one of ``results``. ``watch``: folder of the ranks' status files.
     """
 
     program: str
@@ -514,8 +503,7 @@ class StepFiles(NamedTuple):
 
 def run_program(files: StepFiles, placement: tuple[int, ...], seed: int, outputs: bool, grads: bool) -> None:
     """Run one step on this rank, and write its results to a file. Do nothing on processes beyond the program's ranks.
-
-    ``files``: what is read and written. ``placement``: device number of each rank; empty: rank i runs on device i.
+    ``files``: the files to read and write. ``placement``: device number of each rank; empty: rank i runs on device i.
     ``outputs``, ``grads``: whether to store the model's results, and the gradients. ``seed``: seed of the model's
     random operators.
     """

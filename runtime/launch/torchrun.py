@@ -33,13 +33,15 @@ _SETTLE_S = 0.5
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run torchrun with its command line ``arguments``, and exit the process: status 0, or 1 if a rank failed."""
+    """Run torchrun with the command line ``arguments`` (by default those of the process), and exit the process: status
+    0, or 1 if a rank failed.
+    """
     options = parse_args(list(sys.argv[1:] if arguments is None else arguments))
     own = FOLDER not in os.environ
     folder = Path(tempfile.mkdtemp(prefix="watch-")) if own else Path(os.environ[FOLDER])
-    if options.nnodes in ("1", "1:1"):  # several hosts have a folder each, unless one is given
+    if options.nnodes in ("1", "1:1"):  # with several hosts, each has its own folder, unless one is given
         os.environ[FOLDER] = str(folder)
-    os.environ.setdefault(SEPARATE_STORES, "1")  # else a restart finds the addresses of ranks that have died
+    os.environ.setdefault(SEPARATE_STORES, "1")  # otherwise a restart finds the addresses of ranks that have ended
     try:
         run(options)
         status = 0
@@ -60,9 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _explain_unreachable_host(endpoint: str) -> str:
-    """Return the error text for a rendezvous host that cannot be reached. ``endpoint``: its address.
-
-    In this case torchrun has ended its ranks before any of them could report an error.
+    """Return the error text for a rendezvous host with the address ``endpoint`` that cannot be reached. In this case
+    torchrun has ended its ranks before any of them could report an error.
     """
     return (
         f"the rendezvous host {endpoint} cannot be reached: it has ended, its network has failed, or its "
@@ -71,10 +72,8 @@ def _explain_unreachable_host(endpoint: str) -> str:
 
 
 def _find_first_cause(folder: Path, error: ChildFailedError) -> str:
-    """Return a text with the first cause of the failure of torchrun's ranks.
-
-    It is read from the status files in ``folder`` of the last restart, or else from the failure that torchrun saw,
-    ``error``.
+    """Return a text with the first cause of the failure of torchrun's ranks: from the status files in ``folder`` of the
+    last restart or, if they have no cause, from ``error``, the failure that torchrun saw.
     """
     rank, first = error.get_first_failure()
     attempts = sorted(folder.glob("attempt-*"), key=lambda p: int(p.name.split("-")[1]))

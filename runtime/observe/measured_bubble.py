@@ -5,7 +5,7 @@
     with partitioner.timed(engine) as times:
         for batch in batches:
             engine.step(batch)
-    times.bubble  # the fraction of the step time in which the rank computed nothing
+    times.bubble  # the fraction of the step time in which the rank did not compute
 
 Receives, TOTAL, SYNC, UPDATE and STEP count as waiting; F, B, I, W and TOTAL_F as computing. On a GPU, instructions
 only launch kernels, so the times are those of the host.
@@ -37,13 +37,14 @@ class StepTimes:
         computing: total duration of computations.
         waiting: total duration of waiting for other ranks.
         work: (instruction index, duration) of every computation, in order.
-        posting: instruction index -> duration of what it does besides computing and waiting, such as starting a send.
+        posting: instruction index -> the instruction's time that is neither computation nor waiting, such as for
+            starting a send.
         sent: (index of the pipeline stage at the other end, "F" for values or "B" for gradients) -> start time of each
             send, in order.
         received: (index of the pipeline stage at the other end, "F" or "B") -> (start of waiting, end) of each receive,
             in order.
 
-    Points in time are from ``time.perf_counter``, which is the same clock for all processes of a machine.
+    Start and end times are readings of ``time.perf_counter``, which is the same clock for all processes of a machine.
     """
 
     started: float = 0.0
@@ -57,7 +58,7 @@ class StepTimes:
 
     @property
     def bubble(self) -> float:
-        """Return the fraction of the step, from 0 to 1, in which the rank computed nothing."""
+        """Return the fraction of the step, from 0 to 1, in which the rank did not compute."""
         return 1 - self.computing / self.whole
 
 
@@ -69,13 +70,13 @@ class MeasuredTimes:
 
     @property
     def bubbles(self) -> list[float]:
-        """Return, for each step, the fraction from 0 to 1 in which the rank computed nothing."""
+        """Return, for each step, the fraction from 0 to 1 in which the rank did not compute."""
         return [step.bubble for step in self.steps]
 
     @property
     def bubble(self) -> float:
-        """Return the fraction, from 0 to 1, of all steps together in which the rank computed nothing; 0 without
-        steps.
+        """Return the fraction, from 0 to 1, of all steps together in which the rank did not compute; 0
+        without steps.
         """
         whole = sum(step.whole for step in self.steps)
         return 1 - sum(step.computing for step in self.steps) / whole if whole else 0.0
@@ -84,9 +85,8 @@ class MeasuredTimes:
 @contextmanager
 def timed(engine: Engine) -> Iterator[MeasuredTimes]:
     """Measure the steps of ``engine`` inside the ``with`` block. The variable of the ``with`` statement is a
-    :class:`MeasuredTimes`, to which the times of each step are added.
-
-    Measuring takes about one microsecond per instruction.
+    :class:`MeasuredTimes`, to which the times of each step are added. Measuring takes about one microsecond per
+    instruction.
     """
     executor, times = engine._executor, MeasuredTimes()
     instructions, actions = executor.rank.instructions, executor.actions
@@ -94,8 +94,8 @@ def timed(engine: Engine) -> Iterator[MeasuredTimes]:
     steps = times.steps
 
     def time_computation(action: Callable[[], None], index: int) -> Callable[[], None]:
-        """Return a function that runs ``action``, and adds its duration to the time in which the current step computes,
-        under the instruction at position ``index``.
+        """Return a function that runs ``action``, and adds its duration to the computing time of the current step, for
+        the instruction at position ``index``.
         """
 
         def run() -> None:
@@ -108,11 +108,9 @@ def timed(engine: Engine) -> Iterator[MeasuredTimes]:
         return run
 
     def time_wait(action: Callable[[], None], way: Way | None) -> Callable[[], None]:
-        """Return a function that runs ``action``, and adds its duration to the time in which the current step waits for
-        other ranks.
-
+        """Return a function that runs ``action``, and adds its duration to the waiting time of the current step.
         ``way``: for a receive, (index of the pipeline stage at the other end, "F" for values or "B" for gradients),
-        under which its times are stored; ``None`` for an action that waits for something else.
+        under which its times are stored; ``None`` for another wait.
         """
 
         def run() -> None:
@@ -127,10 +125,9 @@ def timed(engine: Engine) -> Iterator[MeasuredTimes]:
 
     def time_posting(action: Callable[[], None], index: int, way: Way | None) -> Callable[[], None]:
         """Return a function that runs ``action``, which starts a transfer or collective, and adds its duration to the
-        instruction's time that is neither computation nor waiting.
-
-        ``index``: position of the instruction. ``way``: for a send, (index of the pipeline stage at the other end, "F"
-        for values or "B" for gradients), under which its start is stored; ``None`` for any other action.
+        instruction's time that is neither computation nor waiting. ``index``: position of the instruction. ``way``: for
+        a send, (index of the pipeline stage at the other end, "F" for values or "B" for gradients), under which its
+        start is stored; ``None`` for any other action.
         """
 
         def run() -> None:

@@ -8,8 +8,8 @@
         optimizer.step()
         print(log.step(loss))
 
-An unknown figure is left out: tokens if no input consists of integers, MFU if the plan has no estimate, or if a
-step had another shape than the largest.
+Unknown metrics are left out: tokens if no input consists of integers, MFU if the plan has no estimate, or if a step had
+another shape than the largest.
 
 :class:`LossSpikes` detects sudden increases of the loss by comparison with the median of earlier losses, so that one
 bad step does not hide the next.
@@ -39,7 +39,7 @@ from partitioner.runtime.files import parse_json, write_text
 
 FILE = "metrics.jsonl"
 
-_METRIC_FORMATS = (  # of a step's line: the figure, how it is written, and in which unit
+_METRIC_FORMATS = (  # parts of a step's line: the metric, its format, and its unit
     ("step", "step {:.0f}", 1),
     ("loss", "loss {:.6f}", 1),
     ("tokens_per_s", "{:,.0f} tokens/s", 1),
@@ -56,17 +56,17 @@ class StepMetrics:
     """Metrics of one optimizer step, over all batches whose gradients it uses. ``str()`` formats them as one line.
 
     Args:
-        step: number of batches so far, which is ``engine.steps``.
-        seconds: time since the previous metrics, with everything that the training script does.
-        loss: the loss that the script passed to :meth:`StepLog.step`; ``None`` if it passed none.
-        tokens_per_s: tokens per second of the batches, padded to the shapes that ran; ``samples_per_s``: samples per
-            second; each ``None`` if the inputs do not tell the number.
+        step: number of batches so far: ``engine.steps``.
+        seconds: time since the previous metrics, including all work of the training script.
+        loss: the loss that the script passed to :meth:`StepLog.step`; ``None`` if it did not pass one.
+        tokens_per_s: tokens per second of the batches, padded to the shapes that ran; ``None`` if the number of tokens
+            is unknown.
+        samples_per_s: samples per second; ``None`` if the number of samples is unknown.
         mfu: the model's FLOPs per second as a share of the peak of all devices, from 0 to 1; ``None`` if the log has no
             plan with an estimate, or if a batch did not run in the plan's first program.
         memory: peak bytes on this rank so far: allocated on the CUDA device, or resident in a process on the CPU.
-        bubble: the share of the last batch's time in which ranks wait for others, from 0 to 1. It is the mean over the
-            ranks on this host if these record the times of their steps in files (flight records), or else this rank's
-            share.
+        bubble: the share of the last batch's time in which ranks wait for others, from 0 to 1: the mean over the ranks
+            on this host if they record the times of their steps in files (flight records), otherwise this rank's share.
     """
 
     step: int
@@ -122,10 +122,8 @@ class StepLog:
 
     def step(self, loss: Tensor | float | None = None, **more: float) -> StepMetrics:
         """Return the metrics of the time since the last call, or since the log was created, and write them to the
-        files.
-
-        Call it once per optimizer step, before or after ``optimizer.step()``. ``loss``: the loss of the step, which is
-        read; on a GPU this waits for it. ``more``: further numbers for the files, by name.
+        files. Call this once per optimizer step, before or after ``optimizer.step()``. ``loss``: the loss of the step;
+        on a GPU, reading it waits for the device. ``more``: further numbers for the files, by name.
         """
         value = float(loss) if loss is not None else None
         now = time.perf_counter()
@@ -151,9 +149,8 @@ class StepLog:
         return found
 
     def _read_counts(self) -> tuple[int, int, int, int]:
-        """Return four numbers that say what the engine has run so far: training steps, the tokens in them, the samples
-        in them, and how many of these steps did not run in the plan's first program but in a further program for
-        another batch shape.
+        """Return four numbers of the engine so far: training steps, tokens in them, samples in them, and steps that did
+        not run in the plan's first program but in a further program for another batch shape.
         """
         engine = self.engine
         return engine.steps_run, engine.tokens_run, engine.samples_run, engine.further_steps_run
@@ -163,11 +160,10 @@ class StepLog:
             self._lines.close()
 
     def _measure_bubble(self, seconds: float, waiting: float) -> float | None:
-        """Return the share of time, from 0 to 1, in which ranks wait for others. It is the mean over the ranks on this
-        host that record the times of their steps in files (flight records) or, if there are none, the share of this
-        rank.
-
-        ``seconds``, ``waiting``: the time since the last call, and how long this rank has waited in it, in seconds.
+        """Return the share of time, from 0 to 1, in which ranks wait for others: the mean over the ranks on this host
+        that record the times of their steps in files (flight records); if there are none, the share of this rank.
+        ``seconds``, ``waiting``: the time since the last call, and the part of it in which this rank has waited, in
+        seconds.
         """
         if self.engine.program.world_size == 1:
             return 0.0
@@ -185,14 +181,14 @@ class _MetricsWriter:
         self.folder = folder
         self.path = folder / FILE
         folder.mkdir(parents=True, exist_ok=True)
-        self.path.open("a").close()  # where it cannot be written it is told now
+        self.path.open("a").close()  # raises an error now if it cannot be written
         self._file: TextIO | None = None
         self._board: Any = None
-        self._step = 0  # of the last entry
+        self._step = 0  # step of the last entry
 
     def write(self, step: int, content: Mapping[str, Any]) -> None:
-        """Write the entry of ``step`` (a number) to ``metrics.jsonl`` and to TensorBoard. Entries of this and later
-        steps are replaced. ``content``: name of the metric -> number.
+        """Write the entry of ``step`` (a number) to ``metrics.jsonl`` and to TensorBoard. Existing entries of this and
+        later steps are replaced. ``content``: name of the metric -> number.
         """
         if self._file is None or step <= self._step:
             self._resume_at_step(step)
@@ -206,8 +202,8 @@ class _MetricsWriter:
         self._step = step
 
     def _resume_at_step(self, step: int) -> None:
-        """Open ``metrics.jsonl`` and TensorBoard's event file to write from ``step`` (a number) on. Existing entries of
-        this step and of later ones are removed.
+        """Open ``metrics.jsonl`` and TensorBoard's event file for writing from ``step`` (a number) on. Existing entries
+        of this step and of later ones are removed.
         """
         self.close()
         lines = self.path.read_text(errors="replace").splitlines(keepends=True) if self.path.exists() else []
@@ -242,8 +238,8 @@ def compute_waiting_share(step: MeasuredStep) -> float:
 
 
 def measure_peak_memory(device: torch.device) -> int:
-    """Return the peak bytes of this process so far: allocated by torch on ``device`` if it is a GPU, or else resident
-    in memory.
+    """Return the peak bytes of this process so far: if ``device`` is a GPU, those allocated by torch on it; otherwise
+    those resident in memory.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -251,10 +247,8 @@ def measure_peak_memory(device: torch.device) -> int:
 
 
 def _compute_peak_step_seconds(plan: Any) -> float | None:
-    """Return the seconds that a step would take at the peak FLOPs of all devices; ``None`` if ``plan`` has no estimate.
-    The result is the estimated step time, multiplied by the estimated MFU.
-
-    ``plan``: a plan or the path of its file.
+    """Return the seconds that a step would take at the peak FLOPs of all devices: the estimated step time times the
+    estimated MFU. ``None`` if ``plan`` has no estimate. ``plan``: a plan or the path of its file.
     """
     estimate: Any = getattr(plan, "estimate", None)
     if estimate is not None:
@@ -278,15 +272,13 @@ def _open_tensorboard(folder: Path, step: int) -> Any:
     return SummaryWriter(str(folder), purge_step=step)
 
 
-_NORMAL = 1.4826  # times the median deviation is the standard deviation, of a normal distribution
+_NORMAL = 1.4826  # ratio of standard deviation and median absolute deviation of a normal distribution
 
 
 @dataclass(frozen=True)
 class LossSpike:
-    """A loss that is far above the recent ones.
-
-    ``step``: number of the step with this loss. ``usual``: the median of the recent losses. ``deviations``: how far the
-    loss is above this median, in robust standard deviations.
+    """A loss that is far above the recent losses. ``step``: number of the step with this loss. ``usual``: the median of
+    the recent losses. ``deviations``: distance of the loss from this median, in robust standard deviations.
     """
 
     step: int
@@ -302,11 +294,11 @@ class LossSpike:
 
 
 class LossSpikes:
-    """Detects losses that are far above the recent ones.
+    """Detects losses that are far above the recent losses.
 
     Args:
         window: number of recent losses to compare with.
-        deviations: number of robust standard deviations above their median from which a loss is a spike.
+        deviations: number of robust standard deviations above the median of these from which a loss is a spike.
         least: number of losses before the first spike can be reported.
 
     A spike is not added to the recent losses, unless the loss stays high for a quarter of the window.
@@ -319,9 +311,8 @@ class LossSpikes:
         self._above: deque[float] = deque(maxlen=max(1, window // 4))
 
     def see(self, step: int, loss: float) -> LossSpike | None:
-        """Add the loss of ``step``. Return a :class:`LossSpike` if it is far above the recent losses, else ``None``.
-
-        NaN and infinity are always spikes.
+        """Add the loss of ``step``. If it is far above the recent losses, NaN or infinite, return a :class:`LossSpike`;
+        otherwise ``None``.
         """
         found = self._detect_spike(step, loss)
         if found is None:
@@ -329,14 +320,14 @@ class LossSpikes:
             self._above.clear()
         elif math.isfinite(loss):
             self._above.append(loss)
-            if len(self._above) == self._above.maxlen:  # it stays: a new level
+            if len(self._above) == self._above.maxlen:  # the loss stays high: a new level
                 self._usual.extend(self._above)
                 self._above.clear()
         return found
 
     def _detect_spike(self, step: int, loss: float) -> LossSpike | None:
         """Return a :class:`LossSpike` if ``loss``, the loss of the step with number ``step``, is not finite or far
-        above the recent losses, else ``None``.
+        above the recent losses; otherwise ``None``.
         """
         if not math.isfinite(loss):
             return LossSpike(step, loss, median(self._usual) if self._usual else math.nan, math.inf)

@@ -35,13 +35,11 @@ class NonFiniteError(InstructionError):
 
 @dataclass(frozen=True)
 class NonFiniteOrigin:
-    """An operator that produced the first NaN, or the first infinity, on its rank.
-
-    ``at``: time in seconds of the host's monotonic clock. ``index``, ``instruction``: position and printed form of the
-    instruction. ``node``, ``path``, ``source``: the graph node, the path of the module that it belongs to, and its
-    source line. ``call``: path of the larger module (such as a layer) that ran as a whole. ``what``: description for
-    the message. ``is_nan``: whether the operator produced a NaN; otherwise it produced an infinity. ``from_infinity``:
-    whether an operand of the operator was infinite.
+    """An operator that produced the first NaN, or the first infinity, on its rank. ``at``: time in seconds of the
+    host's monotonic clock. ``index``, ``instruction``: position and printed form of the instruction. ``node``,
+    ``path``, ``source``: the graph node, the path of its module, and its source line. ``call``: path of the larger
+    module (such as a layer) that ran. ``what``: description for the message. ``is_nan``: whether the operator produced
+    a NaN; otherwise it produced an infinity. ``from_infinity``: whether an operand of the operator was infinite.
     """
 
     at: float
@@ -58,16 +56,14 @@ class NonFiniteOrigin:
 
 
 def check_finite(engine: Engine, batch: Any, *, gradients: bool = True, local: bool = False) -> None:
-    """Raise :class:`NonFiniteError` on all ranks if the loss, or with ``gradients`` a gradient, of any rank is NaN or
-    infinite.
-
-    All ranks call this after ``engine.step(batch, local=local)`` and before they use the gradients. The check reads
-    every gradient once.
+    """Raise :class:`NonFiniteError` on all ranks if the loss or, if ``gradients`` is true, a gradient of any rank is
+    NaN or infinite. All ranks call this after ``engine.step(batch, local=local)`` and before they use the gradients.
+    The check reads every gradient once.
 
     ``batch``: the batch of that step. ``local``: whether it has only this rank's samples; otherwise it is the whole
     global batch. If a value is not finite, the step is repeated to find the operator that produced it.
     """
-    engine._executor.updates.keep = True  # what a step to come read, should it be run again
+    engine._executor.updates.keep = True  # store the buffers that later steps read, so that they can be repeated
     bad = engine.loss is not None and not bool(torch.isfinite(engine.loss))
     if gradients and not bad:
         grads = [p.grad for p in engine.parameters() if p.grad is not None]
@@ -80,14 +76,13 @@ def check_finite(engine: Engine, batch: Any, *, gradients: bool = True, local: b
 
 def find_nonfinite(engine: Engine, batch: Any, local: bool = False) -> Failure:
     """Repeat the last step of ``engine`` on ``batch``, and return a description of the first operator that produced a
-    NaN or infinity. It names rank, instruction and graph node. All ranks call this before the optimizer changes the
-    weights. The engine's step count and loss scale are not changed; the gradients are computed again.
-
-    ``local``: whether ``batch`` has only this rank's samples; otherwise it is the whole global batch.
+    NaN or infinity, with rank, instruction and graph node. All ranks call this before the optimizer changes the
+    weights. The engine's step count and loss scale are not changed; the gradients are computed again. ``local``:
+    whether ``batch`` has only this rank's samples; otherwise it is the whole global batch.
     """
     told = _gather_records(
         engine, _find_nonfinite_inputs(engine, batch, local)
-    )  # one rank's own shard or samples may have it
+    )  # only one rank's shard or samples may have a NaN
     if not told:
         found = _NonFiniteFinder(engine.communicator.rank)
         with _replay_step(engine), probe_operators(engine, found.see):
@@ -98,10 +93,9 @@ def find_nonfinite(engine: Engine, batch: Any, local: bool = False) -> Failure:
 
 @contextmanager
 def _replay_step(engine: Engine) -> Iterator[None]:
-    """Let a step of ``engine`` inside the ``with`` block repeat the last one, with the same random numbers, loss scale
-    and buffers.
-
-    Afterwards, step count, loss scale, buffers and rounding errors of gradient compression are restored.
+    """Return a context manager in which a step of ``engine`` repeats the last one, with the same random numbers, loss
+    scale and buffers. On exit, step count, loss scale, buffers and rounding errors of gradient compression are
+    restored.
     """
     steps, residuals = engine.steps, engine._gradients.residuals
     kept = {place: residual.clone() for place, residual in residuals.items()}
@@ -136,7 +130,7 @@ class _NonFiniteFinder:
         made = [_find_nan_and_infinity(x) for x in operation.outputs]
         if not any(nan or infinite for nan, infinite in made):
             return
-        # What an operator writes to is looked at too late to say what was there.
+        # Operands that the operator overwrites are left out, because their previous values are lost.
         given = [_find_nan_and_infinity(x) for x in operation.inputs if all(x is not out for out in operation.outputs)]
         had_infinity = any(infinite for _, infinite in given)
         if any(nan for nan, _ in made):
@@ -176,16 +170,15 @@ def _find_nan_and_infinity(x: Tensor) -> tuple[bool, bool]:
 
 def _operation_creates_nonfinite(operation: ProbedOperation) -> bool:
     """Return whether an argument of the operator in ``operation`` is an infinite number, as in ``masked_fill(mask,
-    -inf)``. The user then wants the infinity in its result, and it is not reported.
+    -inf)``. The infinity in its result is then intended, and is not reported.
     """
     return any(isinstance(s, float) and math.isinf(s) for s in operation.scalars)
 
 
 def _find_nonfinite_inputs(engine: Engine, batch: Any, local: bool) -> list[NonFiniteOrigin]:
     """Return a list with one record if a parameter of ``engine`` or an input in ``batch`` contains a NaN before the
-    step; else an empty list.
-
-    ``local``: ``batch`` has only this rank's samples; otherwise it is the global batch.
+    step; otherwise an empty list. ``local``: whether ``batch`` has only this rank's samples; otherwise it is the global
+    batch.
     """
     inputs = (
         convert_rank_batch(engine.program, engine.share, batch, True) if local else convert_batch(engine.program, batch)
@@ -202,9 +195,8 @@ def _find_nonfinite_inputs(engine: Engine, batch: Any, local: bool) -> list[NonF
 
 
 def _describe_origins(origins: list[NonFiniteOrigin], step: int) -> Failure:
-    """Return the description of the first operator, over all ranks, that produced a NaN or infinity.
-
-    ``origins``: the records of all ranks. ``step``: number of the step, from 1.
+    """Return the description of the first operator, over all ranks, that produced a NaN or infinity. ``origins``: the
+    records of all ranks. ``step``: number of the step, from 1.
     """
     nans = sorted((o for o in origins if o.is_nan), key=lambda o: (o.at, o.rank))
     infinities = sorted((o for o in origins if not o.is_nan), key=lambda o: (o.at, o.rank))
@@ -237,7 +229,7 @@ def _describe_origins(origins: list[NonFiniteOrigin], step: int) -> Failure:
 
 
 def _gather_records(engine: Engine, seen: list[NonFiniteOrigin]) -> list[NonFiniteOrigin]:
-    """Return the records of all ranks of operators that first produced a NaN or infinity. All ranks call this.
+    """Return the records, of all ranks, of operators that first produced a NaN or infinity. All ranks call this.
     ``seen``: the records of this rank. ``engine``: the engine of this rank, which connects it with the others.
     """
     return [
@@ -249,7 +241,8 @@ def _gather_records(engine: Engine, seen: list[NonFiniteOrigin]) -> list[NonFini
 
 def _all_gather_json(engine: Engine, text: str) -> list[Any]:
     """Return the parsed JSON ``text`` of every rank, in the order of ranks. All ranks call this. ``engine``: the engine
-    of this rank, which connects it with the others."""
+    of this rank, which connects it with the others.
+    """
     communicator = engine.communicator
     group = get_world_group(communicator, engine.program.world_size)
     content = text.encode()

@@ -2,7 +2,7 @@
 
 :func:`probe_operators` reports each operator with its instruction, graph node, operands and results. The program is not
 changed: a dispatch mode intercepts the operators, and the Python stack gives their position. Collectives run below the
-dispatcher, so their results are first seen by the operators that read them. Operators on communication buffers, which
+dispatcher, so their results are seen only in the operators that read them. Operators on communication buffers, which
 start with uninitialised memory, are left out.
 
 :func:`record_hashes` writes hashes of the operands and results of every operator to a file. :func:`compare_runs` finds
@@ -40,11 +40,9 @@ from partitioner.runtime.execute.stack_location import RankLocation, locate_rank
 
 @dataclass(frozen=True)
 class ProbedOperation:
-    """One operator that has run.
-
-    ``step``: number of the training step, from 1. ``index``, ``instruction``: position and printed form of the
-    instruction. ``inputs``, ``outputs``: its tensors. ``scalars``: its other arguments. ``place()`` returns its
-    position in the model; call it only while the operator is being reported.
+    """One operator that has run. ``step``: number of the training step, from 1. ``index``, ``instruction``: position
+    and printed form of the instruction. ``inputs``, ``outputs``: its tensors. ``scalars``: its other arguments.
+    ``place()`` returns its position in the model; call it only while the operator is being reported.
     """
 
     rank: int
@@ -52,7 +50,7 @@ class ProbedOperation:
     index: int  # of the instruction
     instruction: str
     operator: str
-    place: Callable[[], RankLocation]  # looked up where it is asked for, while the operator runs
+    place: Callable[[], RankLocation]  # must be called while the operator is being reported
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
     scalars: Sequence[Any]
@@ -78,8 +76,8 @@ class _OperatorProbe(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operator ``func`` with ``args`` and ``kwargs``, report it, and return its result. ``types`` is not
-        used. Operators on communication buffers are not reported.
+        """Run the operator ``func`` with ``args`` and ``kwargs``, report it, and return its result. Operators on
+        communication buffers are not reported. ``types`` is not used.
         """
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -103,10 +101,8 @@ class _OperatorProbe(TorchDispatchMode):
 
 
 def _is_buffer(frame: FrameType | None, func: Any) -> bool:
-    """Return whether the operator ``func`` works on memory that is not filled yet, such as a communication buffer, so
-    that it is not reported.
-
-    ``frame``: the stack frame that called it.
+    """Return whether the operator ``func`` accesses memory that is not filled yet, such as a communication buffer, so
+    that it is not reported. ``frame``: the stack frame that called it.
     """
     if "empty" in str(func):
         return True
@@ -117,16 +113,16 @@ def _is_buffer(frame: FrameType | None, func: Any) -> bool:
 
 @contextmanager
 def probe_operators(engine: Engine, see: Callable[[ProbedOperation], None]) -> Iterator[None]:
-    """Inside the ``with`` block, call ``see`` for every operator that runs in a step of ``engine``, after it has run,
-    with a description of the operator and its tensors. Compiled operators run one by one meanwhile.
+    """Return a context manager in which ``see`` is called for every operator that runs in a step of ``engine``, after
+    it has run, with a description of the operator and its tensors. Compiled operators run one by one inside.
     """
     executor = engine._executor
     plain = list(executor.actions)
     probe = _OperatorProbe(engine, see)
 
     def within(index: int, action: Callable[[], None]) -> Callable[[], None]:
-        """Return a function that runs ``action``, a part of the instruction at ``index``. Every operator that runs
-        meanwhile is reported: to the function ``see`` that the caller passed to :func:`probe_operators`.
+        """Return a function that runs ``action``, a part of the instruction at ``index``, and reports every operator in
+        it to the function ``see`` of :func:`probe_operators`.
         """
 
         def run() -> None:
@@ -147,7 +143,7 @@ _SIZE = 8  # bytes of a hash
 
 
 def hash_tensor(x: Tensor) -> str:
-    """Return a hash of the type, shape and bits of ``x``, as hexadecimal digits."""
+    """Return a hash of the dtype, shape and bits of ``x``, as hexadecimal digits."""
     x = x.detach()
     digest = hashlib.blake2b(f"{x.dtype}{list(x.shape)}".encode(), digest_size=_SIZE)
     if x.numel():
@@ -158,10 +154,9 @@ def hash_tensor(x: Tensor) -> str:
 @contextmanager
 def record_hashes(engine: Engine, folder: str | Path) -> Iterator[None]:
     """Write hashes of the operands and results of every operator to a file in ``folder``, for the steps of ``engine``
-    in the ``with`` block.
-
-    All ranks call this. The file ``rank-<rank>.hashes`` has a line of JSON per operator. A step takes many times as
-    long as usual. :func:`partitioner.debug.compare_runs` finds the first operator that differs between two folders.
+    inside the ``with`` block. All ranks call this. The file ``rank-<rank>.hashes`` has a line of JSON per operator. A
+    step takes many times as long as usual. :func:`partitioner.debug.compare_runs` finds the first operator that differs
+    between two folders.
     """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
@@ -181,8 +176,8 @@ class _HashWriter:
         self.file = file
 
     def see(self, operation: ProbedOperation) -> None:
-        """Write a line of JSON for ``operation``: its position in the program, and hashes of its operands and
-        results.
+        """Write a line of JSON for ``operation``: its position in the program, and hashes of its operands
+        and results.
         """
         place = operation.place()
         line = {
@@ -205,11 +200,11 @@ class Difference:
     """The first operator of a rank whose recorded hashes differ between two runs of the same plan.
 
     ``step``: number of the training step, from 1. ``index``, ``instruction``: position and printed form of the
-    instruction. ``operator``: its name. ``node``, ``path``, ``source``: its graph node, the path of the module that it
-    belongs to, and its source line. ``call``: path of the larger module (such as a layer) that ran as a whole. ``own``:
-    whether its operands are equal in both runs, so that the operator itself produced the difference; otherwise its
-    operands differ already, because of a collective, a transfer, or a tensor from outside of the step. ``instead``: the
-    operator that ran at this point in the first run, if it is another one.
+    instruction. ``operator``: name of the operator. ``node``, ``path``, ``source``: its graph node, the path of its
+    module, and its source line. ``call``: path of the larger module (such as a layer) that ran. ``own``: if true, the
+    operands are equal in both runs, so that the operator itself produced the difference. Otherwise the operands already
+    differ, because of a collective, a transfer, or a tensor from outside of the step. ``instead``: the operator that
+    ran at this position in the first run, if it is another one; otherwise empty.
     """
 
     rank: int
@@ -222,7 +217,7 @@ class Difference:
     path: str
     source: str
     own: bool
-    instead: str = ""  # of which operator it runs this one, in the other run
+    instead: str = ""  # the operator of the first run, if it is another one
 
     def __str__(self) -> str:
         where = [f"rank {self.rank}", f"step {self.step}", f"instruction {self.index}: {self.instruction}"]
@@ -237,10 +232,9 @@ class Difference:
 
 def compare_runs(one: str | Path, other: str | Path) -> Difference | None:
     """Return the first difference between two runs of the same plan, whose hashes of operands and results are in the
-    folders ``one`` and ``other``; ``None`` if there is none.
-
-    If several ranks differ in the same step, a rank whose own operator produced the difference comes first, then the
-    earliest instruction. Raise :class:`LaunchError` if a folder has no hashes, or if the runs are of different plans.
+    folders ``one`` and ``other``; ``None`` if there is none. If several ranks differ in the same step, a rank whose own
+    operator produced the difference comes first, then the earliest instruction. Raise :class:`LaunchError` if a folder
+    has no hashes, or if the runs are of different plans.
     """
     files = [{p.name: p for p in Path(folder).glob("rank-*.hashes")} for folder in (one, other)]
     for folder, found in zip((one, other), files, strict=True):
@@ -259,9 +253,7 @@ def compare_runs(one: str | Path, other: str | Path) -> Difference | None:
 
 def _find_first_difference(rank: int, one: Path, other: Path) -> Difference | None:
     """Return the first difference between ``one`` and ``other``, two files of hashes of the operators that ``rank``
-    ran; ``None`` if they are equal.
-
-    Raise :class:`LaunchError` if one file ends before the other.
+    ran; ``None`` if they are equal. Raise :class:`LaunchError` if one file ends before the other.
     """
     with one.open() as first, other.open() as second:
         for a, b in zip_longest(first, second):

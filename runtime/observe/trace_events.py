@@ -1,7 +1,7 @@
 """Write a measured step in the Trace Event Format, which Perfetto and chrome://tracing open, and read it back.
 
 Each rank is a process with one thread for its instructions. An arrow leads from every send to the end of its receive.
-The ``args`` of the events have all data that is needed to read the step back.
+The ``args`` of the events have all data that are needed to read the step back.
 
 Source of the format: "Trace Event Format", Google, 2016.
 """
@@ -25,10 +25,9 @@ MEASURED = "measured"
 
 @dataclass(frozen=True)
 class TraceSpan:
-    """The time of one instruction of one rank, in seconds from the start of the step.
-
-    ``stage``: index of the pipeline stage. ``index``, ``text``, ``op``: position, printed form and kind of the
-    instruction. ``waiting``: the part of the time spent waiting for other ranks.
+    """The time of one instruction of one rank, in seconds from the start of the step. ``stage``: index of the pipeline
+    stage. ``index``, ``text``, ``op``: position, printed form and kind of the instruction. ``waiting``: the seconds
+    spent waiting for other ranks.
     """
 
     rank: int
@@ -43,9 +42,7 @@ class TraceSpan:
 
 def load_measured_steps(folder: str | Path) -> list[MeasuredStep]:
     """Return the times of the last step of each rank, from the files (flight records) in ``folder`` in which the ranks
-    recorded them.
-
-    Raise :class:`LaunchError` unless all ranks have completed the same step.
+    recorded them. Raise :class:`LaunchError` unless all ranks have completed the same step.
     """
     found = [step for r in list_recordings(Path(folder)).values() if (step := r.last_step()) is not None]
     if not found or len({s.step for s in found}) > 1 or len(found) != found[0].header.world_size:
@@ -59,9 +56,7 @@ def load_measured_steps(folder: str | Path) -> list[MeasuredStep]:
 
 def list_spans(steps: Sequence[MeasuredStep]) -> list[TraceSpan]:
     """Return the times of all instructions of one step, over all ranks, in seconds from the start of the step. An
-    instruction that starts a transfer and ends it later occurs twice.
-
-    ``steps``: the measured step of each rank.
+    instruction that starts a transfer and ends it later occurs twice. ``steps``: the measured step of each rank.
     """
     begin = min(_convert_to_wall_clock(s, s.starts[0] * 1e-9) for s in steps)
     spans = []
@@ -76,18 +71,15 @@ def list_spans(steps: Sequence[MeasuredStep]) -> list[TraceSpan]:
 
 
 def _convert_to_wall_clock(step: MeasuredStep, seconds: float) -> float:
-    """Return the time of day, in seconds, for ``seconds`` of the monotonic clock of the host of ``step``.
-
-    The time of day is comparable between hosts.
+    """Return the time of day, in seconds, for ``seconds`` of the monotonic clock of the host of ``step``. The time of
+    day is comparable between hosts.
     """
     return seconds + step.header.clock_s
 
 
 def build_events(spans: Iterable[TraceSpan], steps: Sequence[MeasuredStep], first_process: int = 0) -> list[Event]:
     """Return the events, in the Trace Event Format, of a measured step. A rank's process in the trace has the number
-    ``first_process + rank``.
-
-    ``spans``: times of the instructions. ``steps``: the measured step of each rank.
+    ``first_process + rank``. ``spans``: times of the instructions. ``steps``: the measured step of each rank.
     """
     events: list[Event] = []
     for step in steps:
@@ -108,9 +100,8 @@ def build_events(spans: Iterable[TraceSpan], steps: Sequence[MeasuredStep], firs
 
 def _list_flows(spans: Sequence[TraceSpan], steps: Sequence[MeasuredStep], first_process: int) -> list[Event]:
     """Return the trace events of arrows from the start of each send to the end of its receive. A rank's process in the
-    trace has the number ``first_process + rank``.
-
-    ``spans``: times of the instructions. ``steps``: the measured step of each rank.
+    trace has the number ``first_process + rank``. ``spans``: times of the instructions. ``steps``: the measured step of
+    each rank.
     """
     about = {s.header.rank: s.header for s in steps}
     stride = _compute_stride(steps)
@@ -139,8 +130,8 @@ def _compute_stride(steps: Sequence[MeasuredStep]) -> int:
 
 
 def make_process_name_events(process: int, name: str, place: int) -> list[Event]:
-    """Return the trace events that give the process number ``process`` a name, and ``place``, its position in the order
-    in which a viewer shows the processes.
+    """Return the trace events that name the process with the number ``process`` and set ``place``, its position in a
+    viewer.
     """
     return [
         {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}},
@@ -152,10 +143,8 @@ def make_complete_event(
     name: str, category: str, process: int, start: float, end: float, args: Mapping[str, Any], thread: int = 0
 ) -> Event:
     """Return an event of the Trace Event Format with a beginning and an end. ``start``, ``end``: times in seconds; the
-    format stores microseconds.
-
-    ``name``, ``category``: the event's label and its category, as text. ``process`` and ``thread``: numbers in the
-    trace. ``args``: further data to store in the event.
+    format stores microseconds. ``name``, ``category``: the event's label and its category, as text. ``process`` and
+    ``thread``: numbers in the trace. ``args``: further data to store in the event.
     """
     event = {"ph": "X", "name": name, "cat": category, "pid": process, "tid": thread, "args": dict(args)}
     return {**event, "ts": start * 1e6, "dur": max(0.0, end - start) * 1e6}
@@ -165,8 +154,7 @@ def make_flow_events(
     number: int, source: int, start: float, target: int, end: float, threads: tuple[int, int] = (0, 0)
 ) -> list[Event]:
     """Return the two trace events of an arrow from the time ``start`` in one process to the time ``end`` in another, in
-    seconds. Other events must contain these times, because the ends of the arrow are attached to them.
-
+    seconds. Other events must contain these times, because the ends of the arrow are attached to these events.
     ``number``: identifies the arrow. ``source``, ``target``: numbers of the processes in the trace; ``threads``:
     numbers of their threads.
     """
@@ -182,9 +170,8 @@ def write_trace(path: str | Path, events: Sequence[Event]) -> Path:
 
 
 def read_spans(path: str | Path) -> list[TraceSpan]:
-    """Return the times of the instructions of the measured step in the trace file ``path``.
-
-    Raise :class:`LaunchError` if the file has none or cannot be read.
+    """Return the times of the instructions of the measured step in the trace file ``path``. Raise :class:`LaunchError`
+    if the file does not contain a measured step or cannot be read.
     """
     try:
         events = parse_json(Path(path).read_text())["traceEvents"]

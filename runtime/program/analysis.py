@@ -44,7 +44,7 @@ Flags = tuple[bool, ...]
 @dataclass(frozen=True)
 class CallFacts:
     """Gradients, collectives and memory of one call of a block (a piece of the model) on one pipeline stage. ``data``:
-    the call, with the names of what it reads and computes.
+    the call, with the names of the tensors that it reads and computes.
 
     ``takes``: names of the outputs whose gradients the call's backward reads. ``gives`` and ``adds``: names of the
     inputs and of the parameters to whose gradients its backward adds. ``forward``, ``backward``, ``input_backward``,
@@ -55,10 +55,10 @@ class CallFacts:
     tensors. ``moves``: the part of ``keeps`` that offloading moves to host memory, because no other call of the stage
     reads it.
 
-    ``recomputed``: whether backward recomputes the whole call. ``selective``: whether it recomputes only cheap nodes.
-    ``recomputed_bytes``: bytes of the recomputed tensors, held while backward runs. ``carries`` and ``carried_bytes``:
-    names of the inputs and outputs, and bytes of other tensors, held between the input half of the backward (I) and the
-    weight half (W).
+    ``recomputed``: whether backward recomputes the whole call. ``selective``: whether backward recomputes only cheap
+    nodes. ``recomputed_bytes``: bytes of the recomputed tensors, held while backward runs. ``carries`` and
+    ``carried_bytes``: names of the inputs and outputs, and bytes of other tensors, held between the input half of the
+    backward (I) and the weight half (W).
     """
 
     data: CallData
@@ -83,10 +83,9 @@ class CallFacts:
         return bool(self.gives or self.adds)
 
     def collectives(self, op: str) -> tuple[CollectiveUse, ...]:
-        """Return the collectives, in execution order, that this call (an execution of a block, such as a layer) runs in
-        an instruction of kind ``op``. B and I include the forward collectives if backward recomputes the call.
-
-        ``op``: "F" forward, "B" backward, "I" its half for inputs, "W" its half for weights.
+        """Return the collectives, in execution order, that this call runs in an instruction of kind ``op``. B and I
+        include the forward collectives if backward recomputes the call. ``op``: "F" forward, "B" backward, "I" the half
+        of the backward for inputs, "W" its half for weights.
         """
         again = self.forward if self.recomputed else ()
         parts = {
@@ -99,9 +98,8 @@ class CallFacts:
 
 
 class ProgramFacts:
-    """What can be derived from the graphs of a program: gradients, collectives and memory of each of its calls,
-    computed on first access. A call is one execution of a block (a piece of the model, such as a layer) on a pipeline
-    stage.
+    """Gradients, collectives and memory of each block call of a program, derived from its graphs on first access. A
+    call is one execution of a block (a piece of the model, such as a layer) on a pipeline stage.
 
     The names and shapes of the program must already be consistent (``runtime/prove/structure.py`` checks this).
     ``passes_over``: whether the facts are for ranks that have fewer microbatches than others, and so skip instructions.
@@ -117,9 +115,10 @@ class ProgramFacts:
         self._forms: dict[int, Forms] = {}  # of the instructions of each stage, by its index
 
     def forms(self, stage: int, instructions: Iterable[Instruction] | None = None) -> Forms:
-        """Return the forms of ``instructions``: the distinct instructions, without their microbatches. ``stage``: index
-        of the pipeline stage whose list, or part of it, ``instructions`` is; ``None``: the program's list of this
-        stage, whose forms are computed once."""
+        """Return the distinct instructions, up to the microbatch number, of a list of the pipeline stage ``stage`` (an
+        index). If ``instructions`` is ``None``, the list is that of the whole stage, and the result is cached;
+        otherwise the list is ``instructions``.
+        """
         own = self.program.stages[stage].instructions
         if instructions is not None and instructions is not own:
             return Forms.of(instructions)
@@ -129,12 +128,11 @@ class ProgramFacts:
 
     def extend(self, steps: int) -> ProgramFacts:
         """Return the facts (gradients, collectives and memory of all block calls, such as layers) of the same program
-        for another number of microbatches. The instruction list of each pipeline stage must be a :class:`Listing`,
-        which stores the instructions that repeat with the microbatches once.
+        for another number of microbatches; cached. The instruction list of each pipeline stage must be a
+        :class:`Listing`, a compact list.
 
         ``steps``: how often the shortest form of each list is extended. Each extension adds ``Listing.unit``
-        microbatches. The result's ``program.num_microbatches`` is the new number. It is computed once for each number
-        of steps.
+        microbatches. The result's ``program.num_microbatches`` is the new number.
         """
         if steps not in self._extended:
             self._extended[steps] = self._extend(steps)
@@ -180,10 +178,9 @@ class ProgramFacts:
 
     @cached_property
     def order(self) -> list[tuple[int, int]]:
-        """Return all calls (executions of blocks, such as layers) as pairs (stage index, position on the stage), sorted
-        so that each follows the calls whose outputs it reads.
-
-        A call is left out if no call or batch input produces one of its inputs.
+        """Return all block calls (executions of blocks, such as layers) as pairs (stage index, position on the stage),
+        sorted so that each follows the calls whose outputs it reads. A call is left out if one of its inputs is neither
+        a batch input nor the output of a call in the result.
         """
         made = {i.value for i in self.program.inputs}
         pending = [(s, p) for s, stage in enumerate(self.program.stages) for p in range(len(stage.calls))]
@@ -215,8 +212,8 @@ class ProgramFacts:
 
     @cached_property
     def flow(self) -> GradientFlow:
-        """Return which tensors and parameters of the program get a gradient, and, for each call of a block, which of
-        its inputs and parameters do. The calls are in the order of :attr:`order`.
+        """Return which tensors and parameters of the program get a gradient. Per-call results are in the order of
+        :attr:`order`: for each call of a block, its inputs and parameters that get a gradient.
         """
         paths = {name: find_gradient_paths(block) for name, block in self.blocks.items()}
         return compute_gradient_flow([self.call(p) for p in self.order], paths, self.trainable, self.program.loss)
@@ -237,8 +234,9 @@ class ProgramFacts:
 
     @cached_property
     def reading_stages(self) -> dict[str, set[int]]:
-        """Return, for each parameter, buffer and constant that a call (an execution of a block, such as a layer) reads,
-        the indices of the pipeline stages of these calls."""
+        """Return the indices of the pipeline stages whose block calls (such as layers) read each parameter, buffer or
+        constant, as a dict by name. Those that no call reads are left out.
+        """
         found: dict[str, set[int]] = {}
         for s, stage in enumerate(self.program.stages):
             for name in {name for call in stage.calls for name in call.states}:
@@ -247,12 +245,14 @@ class ProgramFacts:
 
     @cached_property
     def grows(self) -> bool:
-        """Return whether :meth:`extend` applies: the instruction list of each pipeline stage is a :class:`Listing`."""
+        """Return whether :meth:`extend` can be called: the instruction list of each pipeline stage is a
+        :class:`Listing`.
+        """
         return all(isinstance(stage.instructions, Listing) for stage in self.program.stages)
 
     @cached_property
     def value_sizes(self) -> dict[str, int]:
-        """Return the bytes of each tensor that passes between block calls (such as layers), by name."""
+        """Return the bytes of each tensor that passes between block calls (such as layers), as a dict by name."""
         return {name: value_bytes(value) for name, value in self.program.values.items()}
 
     @cached_property
@@ -265,46 +265,44 @@ class ProgramFacts:
     @cached_property
     def with_gradient(self) -> frozenset[str]:
         """Return the names of the parameters to whose gradient the backward of at least one block call (such as a
-        layer) adds."""
+        layer) adds.
+        """
         return frozenset(s for added in self.flow.states for s in added)
 
     def state_bytes(self, name: str) -> int:
-        """Return the bytes of the shard over ``ep`` and ``tp`` that one rank has of the parameter or buffer ``name``,
-        before ZeRO divides the shard.
+        """Return the bytes of one rank's shard (over ``ep`` and ``tp``) of the parameter or buffer ``name``, before
+        ZeRO divides the shard.
         """
         return self._get_sizes(name).part
 
     def gradient_bytes(self, name: str) -> int:
-        """Return the bytes of the gradient of the shard over ``ep`` and ``tp`` that one rank has of the parameter
-        ``name``, before ZeRO divides the gradient.
+        """Return the bytes of the gradient of one rank's shard (over ``ep`` and ``tp``) of the parameter ``name``,
+        before ZeRO divides the gradient.
         """
         return self._get_sizes(name).gradient
 
     def piece_bytes(self, name: str) -> int:
-        """Return the bytes of the piece of the parameter or buffer ``name`` that ZeRO leaves on one rank, with padding.
-
-        Without ZeRO this is the rank's whole shard.
+        """Return the bytes, with padding, of the piece of the parameter or buffer ``name`` that ZeRO leaves on one
+        rank. Without ZeRO this is the rank's whole shard.
         """
         return self._get_sizes(name).piece
 
     def gradient_piece_bytes(self, name: str) -> int:
-        """Return the bytes, with padding, of the gradient of that part of the parameter ``name`` which ZeRO leaves on
-        one rank.
-
-        Without ZeRO this is the gradient of the rank's whole shard.
+        """Return the bytes, with padding, of the gradient of the piece of the parameter ``name`` that ZeRO leaves on
+        one rank. Without ZeRO this is the gradient of the rank's whole shard.
         """
         return self._get_sizes(name).gradient_piece
 
     def bucket_bytes(self, bucket: Bucket) -> int:
-        """Return the bytes that the gradients of ``bucket`` take on one rank. With ZeRO, the rank's parts of the
-        flattened gradients count; without, its tensor-parallel shards. A bucket is a set of parameters whose gradients
-        are reduced together.
+        """Return the bytes of the gradients of ``bucket`` (parameters whose gradients are reduced together) on one
+        rank. With ZeRO, these are the rank's pieces of the flattened gradients; otherwise its shards over ``ep`` and
+        ``tp``.
         """
         return sum(map(self.gradient_piece_bytes, bucket.states))
 
     def wire_share(self, bucket: Bucket) -> float:
-        """Return the bytes that are sent per byte of the gradients of ``bucket``: below 1 if they are compressed, else
-        1. A bucket is a set of parameters whose gradients are reduced together.
+        """Return the bytes sent per byte of the gradients of ``bucket`` (parameters whose gradients are reduced
+        together): below 1 if the gradients are compressed, otherwise 1.
         """
         if bucket.compression is None:
             return 1.0
@@ -318,16 +316,15 @@ class ProgramFacts:
 
     def moved_bytes(self, call: CallFacts) -> int:
         """Return the bytes that offloading of activations moves to host memory for ``call``, one execution of a block
-        on one microbatch; 0 if it has no backward.
-
-        These are the tensors saved for its backward, except those that other calls of the stage read too.
+        on one microbatch: the tensors saved for backward, except those that other calls of the stage read too. 0 if the
+        call has no backward.
         """
         values = self.program.values
         return call.kept_bytes + sum(value_bytes(values[v]) for v in call.moves) if call.has_backward else 0
 
     def needs(self, call: CallData) -> tuple[Flags, Flags, Flags]:
-        """Return three tuples of flags for ``call``, an execution of a block: whether each input needs a gradient,
-        whether each parameter or buffer needs one, and whether each output receives one.
+        """Return three tuples of flags for ``call``, an execution of a block: whether each input gets a gradient,
+        whether each parameter or buffer requires one, and whether each output gets one.
         """
         return (
             tuple(v in self.flow.values for v in call.inputs),
@@ -347,7 +344,7 @@ class ProgramFacts:
         return self._derivatives[key]
 
     def _list_collectives(self, graph: Graph) -> tuple[CollectiveUse, ...]:
-        """Return the collectives of ``graph`` in execution order; equal calls share a graph, and the result."""
+        """Return the collectives of ``graph`` in execution order; cached by the identity of the graph."""
         key = SameObject(graph)
         if key not in self._collectives:
             self._collectives[key] = tuple(list_collectives(graph))
@@ -399,20 +396,16 @@ class ProgramFacts:
 
 def _list_saved_tensors(block: Block, call: CallData, pieces: BlockDerivatives) -> tuple[tuple[str, ...], int]:
     """Return two values for one execution of a block: the names of its inputs and outputs that are saved for backward,
-    and the bytes of all other saved tensors.
-
-    Parameters and buffers are not counted. ``call``: gives these names. ``pieces``: the forward and backward graphs of
-    ``block``.
+    and the bytes of all other saved tensors except parameters and buffers. ``call``: the execution, with the names of
+    its inputs and outputs. ``pieces``: the forward and backward graphs of ``block``.
     """
     return _measure_saved_memory(block, call, pieces, _list_forward_results(pieces)[pieces.num_outputs :])
 
 
 def _list_carried_tensors(block: Block, call: CallData, pieces: BlockDerivatives) -> tuple[tuple[str, ...], int]:
     """Return what the weight half of the backward of one execution of a block reads: the names of inputs and outputs of
-    the execution, and the bytes of other tensors.
-
-    Parameters and buffers are not counted. ``call``: gives these names. ``pieces``: the forward and backward graphs of
-    ``block``.
+    the execution, and the bytes of other tensors except parameters and buffers. ``call``: the execution, with the names
+    of its inputs and outputs. ``pieces``: the forward and backward graphs of ``block``.
     """
     return _measure_saved_memory(block, call, pieces, pieces.backward_weight.graph.find_nodes(op="placeholder"))
 
@@ -420,11 +413,10 @@ def _list_carried_tensors(block: Block, call: CallData, pieces: BlockDerivatives
 def _measure_saved_memory(
     block: Block, call: CallData, pieces: BlockDerivatives, nodes: Iterable[Node]
 ) -> tuple[tuple[str, ...], int]:
-    """Return two values for one execution of a block: the names of those of its inputs and outputs that are among
-    ``nodes``, and the bytes of the storages of the other nodes.
-
-    Parameters and buffers are not counted. A view counts as the tensor whose storage it shares. ``call``: gives the
-    names. ``pieces``: the forward and backward graphs of ``block``, to which the nodes belong.
+    """Return two values for one execution of a block: the names of its inputs and outputs that are among ``nodes``, and
+    the bytes of the storages of the other nodes except parameters and buffers. A view counts as the tensor whose
+    storage it shares. ``call``: the execution, with the names of its inputs and outputs. ``pieces``: the forward and
+    backward graphs of ``block``, to which the nodes belong.
     """
     placeholders = pieces.forward.graph.find_nodes(op="placeholder")
     given = [*placeholders[len(block.states) :], *_list_forward_results(pieces)[: pieces.num_outputs]]
@@ -448,10 +440,8 @@ def _identify_storage(node: Node) -> int:
 
 
 def load_block(program: Program, name: str) -> Block:
-    """Parse the graph of a block (a piece of the model) and return it with its FX graph. Raise ``GraphFormatError`` if
-    it is malformed.
-
-    ``name``: name of the block in ``program``.
+    """Parse the graph of the block (a piece of the model) called ``name`` in ``program``, and return the block with its
+    FX graph; cached. Raise ``GraphFormatError`` if the graph data are malformed.
     """
     graph = program.blocks[name]
     return _parse_block(_nodes_to_key(graph.nodes), name, graph.states, graph.inputs)
@@ -460,14 +450,19 @@ def load_block(program: Program, name: str) -> Block:
 def differentiate_for_cpu(
     program: Program, name: str, *needs: Flags, selective: bool = False, fused: bool = False, for_analysis: bool = False
 ) -> BlockDerivatives:
-    """Return the forward and backward graphs of a block (a piece of the model), traced with the operators of a CPU.
+    """Return the forward and backward graphs of a block (a piece of the model), traced with the operators of a CPU. The
+    result is cached for the process and must not be modified.
 
-    The result is cached for the process and must not be modified. ``name``: the block's name. ``needs``: three tuples
-    of flags: which inputs need a gradient, which parameters and buffers need one, and which outputs have one.
-    ``selective``: whether backward recomputes the nodes that the block lists as cheap. ``fused``: whether attention is
-    traced as a fused kernel, which accelerators have. ``for_analysis``: the graphs are not executed. They may then be
-    derived from those of two blocks that differ from this one in sizes alone, which is faster. ``program``: the program
-    of all ranks."""
+    Args:
+        program: the program of all ranks.
+        name: the block's name.
+        needs: three tuples of flags: which inputs need a gradient, which parameters and buffers need one, and which
+            outputs have one.
+        selective: whether backward recomputes the nodes that the block lists as cheap.
+        fused: whether attention is traced as a fused kernel, as accelerators run it.
+        for_analysis: whether the graphs are only analysed, never executed. They may then be derived from graphs of two
+            blocks that differ from this one only in sizes, which is faster than tracing.
+    """
     graph = program.blocks[name]
     again = graph.again if selective else ()
     return _differentiate_block(
@@ -483,8 +478,8 @@ def differentiate_for_cpu(
 
 
 def find_graph_fault(program: Program, name: str, axes: Mapping[str, int]) -> tuple[str, str] | None:
-    """Return the first fault of the graph of the block ``name`` (a piece of the model) of ``program`` as (message, node
-    name), or ``None`` if the graph is valid. ``axes``: mesh axis -> number of ranks.
+    """Return the first error in the graph of the block ``name`` (a piece of the model) of ``program`` as a pair
+    (message, node name), or ``None`` if the graph is valid. ``axes``: mesh axis -> number of ranks.
     """
     graph = program.blocks[name]
     return _find_block_fault(_nodes_to_key(graph.nodes), name, graph.states, graph.inputs, tuple(axes.items()))
@@ -507,11 +502,10 @@ def _parse_block(nodes: str, name: str, states: tuple[str, ...], inputs: tuple[s
 def _find_block_fault(
     nodes: str, name: str, states: tuple[str, ...], inputs: tuple[str, ...], axes: tuple[tuple[str, int], ...]
 ) -> tuple[str, str] | None:
-    """Return the first fault of the graph of a block (a piece of the model) as (message, node name), or ``None`` if it
-    has none; cached for equal arguments.
-
-    ``nodes``: the graph's nodes as JSON text. ``name``: the block's name, for the message. ``states``, ``inputs``:
-    names of the placeholders for parameters and buffers, and for inputs. ``axes``: pairs (mesh axis, number of ranks).
+    """Return the first error in the graph of a block (a piece of the model) as a pair (message, node name), or ``None``
+    if it has none; cached for equal arguments. ``nodes``: the graph's nodes as JSON text. ``name``: the block's name,
+    for the message. ``states``, ``inputs``: names of the placeholders for parameters and buffers, and for inputs.
+    ``axes``: pairs (mesh axis, number of ranks).
     """
     try:
         check_block(_parse_block(nodes, name, states, inputs), dict(axes))
@@ -531,14 +525,12 @@ def _differentiate_block(
     how: tuple[bool, bool],
     *needs: Flags,
 ) -> BlockDerivatives:
-    """Return the forward and backward graphs of a block (a piece of the model); cached for equal arguments.
-
-    ``nodes``: the graph's nodes as JSON text. ``name``: the block's name. ``states``, ``inputs``: names of the
-    placeholders for parameters and buffers, and for inputs. ``again``: names of the nodes that backward recomputes.
-    ``pieces``: which collectives are cut into pieces, to overlap with matrix products. ``how``: whether attention is
-    traced as a fused kernel; and whether the graphs are not executed, so that they may be derived from those of other
-    sizes. ``needs``: three tuples of flags: which inputs need a gradient, which states need one, and which outputs have
-    one.
+    """Return the forward and backward graphs of a block (a piece of the model); cached for equal arguments. ``nodes``:
+    the graph's nodes as JSON text. ``name``: the block's name. ``states``, ``inputs``: names of the placeholders for
+    parameters and buffers, and for inputs. ``again``: names of the nodes that backward recomputes. ``pieces``: numbers
+    of pieces into which collectives are cut, to overlap with matrix products. ``how``: a pair of flags: whether
+    attention is traced as a fused kernel, and whether the graphs are only analysed, never executed. ``needs``: three
+    tuples of flags: which inputs need a gradient, which states need one, and which outputs have one.
     """
     fused, for_analysis = how
     find = _derive_joint_graph if for_analysis else _trace_joint_graph
@@ -553,11 +545,12 @@ def _derive_joint_graph(
     nodes: str, name: str, states: tuple[str, ...], inputs: tuple[str, ...], fused: bool, *needs: Flags
 ) -> JointGraph:
     """Return the joint graph of the forward and backward of a block (a piece of the model) for analysis; it must not be
-    executed. If the same block was traced with smaller and with larger sizes, the graph is derived from those two,
-    which is faster; otherwise it is traced. ``nodes``: the graph's nodes as JSON text. ``name``: the block's name.
+    executed. If the same block was traced before with smaller and with larger sizes, the graph is derived from those
+    two, which is faster; otherwise it is traced. ``nodes``: the graph's nodes as JSON text. ``name``: the block's name.
     ``states``, ``inputs``: names of the placeholders for parameters and buffers, and for inputs. ``fused``: whether
     attention is traced as a fused kernel. ``needs``: three tuples of flags: which inputs need a gradient, which states
-    need one, and which outputs have one."""
+    need one, and which outputs have one.
+    """
     given = nodes, name, states, inputs
     return _JOINT_SHAPES.find(
         nodes,
@@ -571,11 +564,10 @@ def _derive_joint_graph(
 def _trace_joint_graph(
     nodes: str, name: str, states: tuple[str, ...], inputs: tuple[str, ...], fused: bool, *needs: Flags
 ) -> JointGraph:
-    """Return the joint graph of the forward and backward of a block (a piece of the model); cached for equal arguments.
-    It can be split with or without recomputation.
-
-    ``nodes``: the graph's nodes as JSON text. ``name``: the block's name. ``states``, ``inputs``: names of the
-    placeholders for parameters and buffers, and for inputs. ``fused``: whether attention is traced as a fused kernel.
-    ``needs``: three tuples of flags: which inputs need a gradient, which states need one, and which outputs have one.
+    """Trace the joint graph of the forward and backward of a block (a piece of the model), which can be split with or
+    without recomputation, and return it; cached for equal arguments. ``nodes``: the graph's nodes as JSON text.
+    ``name``: the block's name. ``states``, ``inputs``: names of the placeholders for parameters and buffers, and for
+    inputs. ``fused``: whether attention is traced as a fused kernel. ``needs``: three tuples of flags: which inputs
+    need a gradient, which states need one, and which outputs have one.
     """
     return build_joint_graph(_parse_block(nodes, name, states, inputs), torch.device("cpu"), *needs, fused=fused)

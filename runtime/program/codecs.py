@@ -16,24 +16,23 @@ _TINY = torch.finfo(_SCALE).tiny  # scales below are rounded too coarsely
 
 
 class Codec(Protocol):
-    """Interface of a codec that compresses rows of numbers to rows of bytes and back.
-
-    ``chunk``: the length of a row must be a multiple of this. ``feedback``: whether the rounding error of a transfer is
-    stored and added to the next transfer.
+    """Interface of a codec that compresses rows of numbers to rows of bytes and back. ``chunk``: the length of a row
+    must be a multiple of this. ``feedback``: whether the rounding errors of a transfer are stored and added to the data
+    of the next transfer.
     """
 
     chunk: int
     feedback: bool
 
     def nbytes(self, numel: int) -> int:
-        """Return the bytes of a compressed row of ``numel`` numbers."""
+        """Return the number of bytes of a compressed row of ``numel`` numbers."""
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Compress ``rows``, of shape ``[rows, numel]``, and return bytes, ``uint8[rows, nbytes]``."""
+        """Compress ``rows``, of shape ``[rows, numel]``, to bytes, and return them as ``uint8[rows, nbytes]``."""
 
     def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the numbers in the compressed rows ``wire`` (``uint8[rows, nbytes]``), with type ``dtype`` and shape
-        ``[rows, numel]``.
+        """Decompress ``wire`` (``uint8[rows, nbytes]``), and return the numbers as a tensor of dtype ``dtype`` and
+        shape ``[rows, numel]``.
         """
 
 
@@ -68,9 +67,7 @@ class Int8:
 
     def encode(self, rows: Tensor) -> Tensor:
         """Compress ``rows``, of shape ``[rows, numel]``, and return ``uint8[rows, nbytes]``: int8 numbers, then float32
-        scales.
-
-        A chunk with a number that is not finite becomes NaN.
+        scales. A chunk with a non-finite number is decompressed to NaNs.
         """
         chunks = rows.unflatten(1, (-1, self.chunk))
         most = chunks.abs().amax(2, keepdim=True)
@@ -80,8 +77,8 @@ class Int8:
         return torch.cat([levels.to(torch.int8).flatten(1).view(torch.uint8), scales.flatten(1).view(torch.uint8)], 1)
 
     def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the numbers in ``wire`` (``uint8[rows, nbytes]``: int8 numbers, then float32 scales), as ``dtype[rows,
-        numel]``.
+        """Decompress ``wire`` (``uint8[rows, nbytes]``: int8 numbers, then float32 scales), and return the numbers as a
+        tensor of dtype ``dtype`` and shape ``[rows, numel]``.
         """
         numel = wire.shape[1] * self.chunk // (self.chunk + _SCALE.itemsize)
         levels: Tensor = wire[:, :numel].view(torch.int8).to(dtype).unflatten(1, (-1, self.chunk))
@@ -94,8 +91,8 @@ CODECS: dict[Compression, Codec] = {"bf16": Bfloat16(), "int8": Int8()}
 
 
 def wire_share(compression: Compression, itemsize: int) -> float:
-    """Return the compressed bytes per original byte. ``compression``: the format. ``itemsize``: bytes of an original
-    number.
+    """Return the compression ratio: compressed bytes per original byte. ``compression``: the compressed format.
+    ``itemsize``: bytes of one original number.
     """
     codec = CODECS[compression]
     return codec.nbytes(codec.chunk) / (codec.chunk * itemsize)

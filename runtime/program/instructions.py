@@ -1,11 +1,12 @@
 """Instructions of a rank, compact instruction lists, and the communication events that other ranks observe.
 
 The instruction list of a pipeline schedule grows with the number of microbatches, because its steady state repeats. A
-:class:`Listing` stores the shortest list and the number of repetitions that each further group of ``unit`` microbatches
-adds to each part. It can be read like the full tuple of instructions.
+:class:`Listing` stores the list for the fewest microbatches in groups of instructions. It also stores how many
+repetitions of each group are added for every further ``unit`` microbatches. It can be read like the full tuple of
+instructions.
 
 An event is a communication that an instruction starts. The events of a rank are in the order of its list. The prover
-matches the events of different ranks: two events match only if their fields ``what`` are equal.
+matches the events of different ranks: two collectives match only if their fields ``key`` and ``microbatch`` are equal.
 """
 
 from __future__ import annotations
@@ -152,9 +153,8 @@ class Instruction(Data):
 
     def __str__(self) -> str:
         """Return a short text: stage, operation, and index of the microbatch or bucket (the set of parameters that the
-        operation is about), such as ``0F3`` or ``0REDUCE:1``.
-
-        If torch.distributed.pipelining has this operation, the text is its name there.
+        operation is about), such as ``0F3`` or ``0REDUCE:1``. Operations that torch.distributed.pipelining also has are
+        named as there.
         """
         tail = "" if self.microbatch is None else str(self.microbatch)
         if self.bucket is not None:
@@ -182,8 +182,8 @@ class Part(Data):
 
 
 class Listing(Data, Sequence[Instruction]):
-    """A compact instruction list of a pipeline stage. It stores instructions that repeat with the microbatches once,
-    and can be read like the full sequence.
+    """A compact instruction list of a pipeline stage, which can be read like the full sequence. Instructions that
+    repeat with the microbatches are stored once.
 
     The shortest form of the list is the one with the fewest microbatches. ``parts``: the groups of instructions of this
     form, with their numbers of repetitions. The full list is this form after ``steps`` extensions, each of which adds
@@ -206,18 +206,16 @@ class Listing(Data, Sequence[Instruction]):
 
     @property
     def even(self) -> bool:
-        """Return whether each extension of this compact instruction list by :attr:`unit` microbatches is uniform, so
-        that counts can be extrapolated from short lists.
-
-        That is so if an extension adds exactly ``unit`` microbatches to each group of repeated instructions, or
-        increases the group's microbatch numbers by ``unit``, or leaves the group unchanged.
+        """Return whether counts of instructions can be extrapolated from short lists, because every extension by
+        :attr:`unit` microbatches is uniform: for each group of repeated instructions, it adds exactly ``unit``
+        microbatches, or increases the microbatch numbers by ``unit``, or changes nothing.
         """
         unit = self.unit
         return all(p.moved in (0, unit) and p.more * (p.shift or unit + 1) in (0, unit) for p in self.parts)
 
     def extend(self, steps: int) -> Listing:
-        """Return this list for another number of microbatches: its shortest form (that with the fewest microbatches),
-        extended ``steps`` times by :attr:`unit` microbatches each.
+        """Return this list for another number of microbatches: the shortest form (the one with the fewest
+        microbatches), extended ``steps`` times by :attr:`unit` microbatches.
         """
         return Listing(steps=steps, unit=self.unit, parts=self.parts)
 
@@ -235,7 +233,7 @@ class Listing(Data, Sequence[Instruction]):
         return iter(self.all_instructions)
 
 
-# A listing first: it would pass for a tuple, written out.
+# Listing first: pydantic would otherwise accept it as a sequence and expand it to a tuple.
 Instructions = Annotated[Listing | tuple[Instruction, ...], Field(union_mode="left_to_right")]
 
 
@@ -257,8 +255,8 @@ def count_repetitions(instructions: Instructions) -> Iterator[tuple[Instruction,
 
 
 def _shift_microbatch(instruction: Instruction, microbatches: int) -> Instruction:
-    """Return ``instruction`` for another microbatch: ``microbatches`` is added to its microbatch number. An instruction
-    without one is returned unchanged.
+    """Return ``instruction`` with ``microbatches`` added to its microbatch number. An instruction without a microbatch
+    number is returned unchanged.
     """
     if not microbatches or instruction.microbatch is None:
         return instruction
@@ -266,7 +264,8 @@ def _shift_microbatch(instruction: Instruction, microbatches: int) -> Instructio
 
 
 def with_microbatch(instruction: Instruction, microbatch: int) -> Instruction:
-    """Return a copy of ``instruction``, which has a microbatch number, with the number ``microbatch``.
+    """Return a copy of ``instruction`` whose microbatch number is ``microbatch``. Its number must not be ``None``
+    before.
 
     The copy shares all other fields. It is made without pydantic's ``model_copy``, because the list of a large training
     step has hundreds of thousands of instructions, and no field needs to be checked again.
@@ -287,8 +286,8 @@ _FORM_FIELDS = attrgetter("op", "stage", "calls", "values", "peer", "axes", "buc
 
 @dataclass(frozen=True)
 class Forms:
-    """The distinct instructions of a list, where instructions that differ in the number of the microbatch alone count
-    as one, called a form. A list has few forms, so what depends on them is computed once for each.
+    """The distinct instructions of a list. Instructions that differ only in the microbatch number count as one, called
+    a form. A list has few forms, so results that do not depend on the microbatch are computed once for each form.
 
     ``firsts``: the first instruction of each form. ``numbers``: for each instruction of the list, the index of its form
     in ``firsts``.
@@ -299,7 +298,9 @@ class Forms:
 
     @classmethod
     def of(cls, instructions: Iterable[Instruction]) -> Forms:
-        """Return the forms of ``instructions``. The repetitions of a :class:`Listing` are not written out for it."""
+        """Return the forms (instructions up to the microbatch number) of ``instructions``. The repetitions of a
+        :class:`Listing` are not expanded.
+        """
         if isinstance(instructions, Listing):
             steps, parts = instructions.steps, instructions.parts
             bodies = [(_shift_microbatch(i, part.moved * steps) for i in part.body) for part in parts]
@@ -323,13 +324,15 @@ class Forms:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveEvent:
-    """A collective that a rank starts, over the mesh axes ``axes`` or, if these are empty, over the pipeline stages
+    """A collective that a rank starts, over the mesh axes ``axes`` or, if ``axes`` is empty, over the pipeline stages
     ``stages`` (indices).
 
-    ``key``: data that all participants must agree on, such as operation, shape and type. ``what``: description for
-    people, without the microbatch. ``node``: name of the graph node, if a graph runs it. ``waits``: whether the rank
-    blocks until all members have entered the collective. ``count``: number of such collectives in a row; ``what``
-    describes the first. ``microbatch``: the microbatch for which a graph runs it, on which participants must agree too.
+    ``key``: data that all participants must agree on, such as operation, shape and dtype. ``what``: description for
+    people, without the microbatch. ``node``: name of the graph node that is the collective; empty if an instruction
+    itself is the collective. ``waits``: whether the rank blocks until all members have entered the collective.
+    ``count``: number of equal collectives in a row that this event stands for; ``what`` describes the first.
+    ``microbatch``: for a collective in a graph, the microbatch on which the graph runs; participants must agree on it
+    too.
     """
 
     axes: tuple[str, ...]
@@ -343,18 +346,20 @@ class CollectiveEvent:
 
     @property
     def text(self) -> str:
-        """Return a description for people, with the microbatch."""
+        """Return a description of the collective for people, with the microbatch."""
         return self.what if self.microbatch is None else f"{self.what} on microbatch {self.microbatch}"
 
     def matches(self, other: CollectiveEvent) -> bool:
-        """Return whether ranks that start this and ``other`` agree on the collective."""
+        """Return whether this event and ``other``, an event of another rank, are the same collective: ``key`` and
+        ``microbatch`` are equal.
+        """
         return self.microbatch == other.microbatch and self.key == other.key
 
 
 @dataclass(frozen=True, slots=True)
 class SendEvent:
-    """The event that a rank starts to send values (``direction`` ``F``) or their gradients (``B``) of a microbatch to
-    the pipeline stage with the index ``peer``. ``values``: the names of the values.
+    """A rank starts to send the values named ``values`` (``direction`` ``F``) or their gradients (``B``) of a
+    microbatch to the pipeline stage with the index ``peer``.
     """
 
     direction: Literal["F", "B"]
@@ -370,8 +375,8 @@ class SendEvent:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveEvent:
-    """The event that a rank waits for values (``direction`` ``F``) or their gradients (``B``) of a microbatch from the
-    pipeline stage with the index ``peer``. ``values``: the names of the values.
+    """A rank waits for the values named ``values`` (``direction`` ``F``) or their gradients (``B``) of a microbatch
+    from the pipeline stage with the index ``peer``.
     """
 
     direction: Literal["F", "B"]
@@ -396,8 +401,8 @@ def _format_moved(direction: Literal["F", "B"], values: Sequence[str], microbatc
 
 @dataclass(frozen=True)
 class FinishEvent:
-    """The event that a rank waits until collectives that it started have ended: all of them, or, if ``key`` is not
-    ``None``, those that it started with an equal ``key`` (the data on which all participants of a collective agree).
+    """A rank waits until collectives that it started have ended. If ``key`` is ``None``, it waits for all of them;
+    otherwise for those whose :attr:`CollectiveEvent.key` equals ``key``.
     """
 
     key: Hashable = None

@@ -14,10 +14,9 @@ from partitioner.runtime.program.program import Program
 
 
 def load_program(plan: Any) -> Program:
-    """Return the program (what each rank executes) in ``plan``: a :class:`Program` itself, an object with an attribute
-    ``program``, or the path of a plan file.
-
-    Raise :class:`LaunchError` if there is no such program or the file cannot be read.
+    """Return the program (what each rank executes) of ``plan``: a :class:`Program` itself, an object with an attribute
+    ``program``, or the path of a plan file. Raise :class:`LaunchError` if there is no such program or the file cannot
+    be read.
     """
     if isinstance(plan, Program):
         return plan
@@ -29,8 +28,9 @@ def load_program(plan: Any) -> Program:
 
 
 def load_placement(plan: Any) -> tuple[int, ...]:
-    """Return, for each rank, the number of the device in the topology on which it runs, as the plan or the plan file
-    ``plan`` says. Empty: rank i runs on device i.
+    """Return, for each rank, the index of the topology's device on which it runs, as recorded in ``plan`` (a plan or
+    the path of a plan file). An empty tuple means that rank i runs on device i. Raise :class:`LaunchError` if the file
+    cannot be read or its entry is malformed.
     """
     if isinstance(plan, str | Path):
         devices = read_plan_content(Path(plan)).get("devices", [])
@@ -41,8 +41,9 @@ def load_placement(plan: Any) -> tuple[int, ...]:
 
 
 def load_execution_mode(plan: Any) -> str | None:
-    """Return how ranks execute instructions (``"eager"``, ``"compiled"`` or ``"graph"``), as the constraints of the
-    plan or the plan file ``plan`` say; ``None`` if they do not say it, or for a program.
+    """Return how ranks execute instructions (``"eager"``, ``"compiled"`` or ``"graph"``), as given in the constraints
+    of ``plan`` (a plan or the path of a plan file). Return ``None`` if they do not say it, or if ``plan`` is a program,
+    which has no constraints.
     """
     if isinstance(plan, str | Path):
         constraints = read_plan_content(Path(plan)).get("constraints")
@@ -54,8 +55,8 @@ def load_execution_mode(plan: Any) -> str | None:
 
 def load_disk_bytes(plan: Any, stage: int) -> int:
     """Return the planner's estimate of the bytes that each rank of a pipeline stage has on disk; 0 without an estimate.
-
-    ``plan``: a plan or the path of a plan file. ``stage``: the stage's index.
+    ``plan``: a plan or the path of a plan file. ``stage``: the stage's index. Raise :class:`LaunchError` if the file
+    cannot be read or its estimate is malformed.
     """
     if isinstance(plan, str | Path):
         content = read_plan_content(Path(plan))
@@ -69,12 +70,11 @@ def load_disk_bytes(plan: Any, stage: int) -> int:
 
 
 def check_program(program: Program, source: object) -> None:
-    """Raise :class:`UntrustedOperatorError` if ``program`` calls an operator that plan files may not name. Nothing is
-    checked in a process that has not loaded PyTorch, such as one that only reports on a plan: it runs no operator, and
-    the schemas of operators are not at hand. Whatever runs a program checks its operators again when it reads their
-    graphs.
+    """Raise :class:`UntrustedOperatorError` if ``program`` calls an operator that plan files may not name. ``source``:
+    the file that the program was read from, for the message.
 
-    ``source``: the file that it was read from, for the message.
+    Nothing is checked in a process that has not loaded PyTorch, such as one that only reports on a plan: it runs no
+    operator, and has no operator schemas. Code that runs a program checks the operators again when it reads the graphs.
     """
     if "torch" not in sys.modules:
         return
@@ -86,8 +86,8 @@ def check_program(program: Program, source: object) -> None:
 
 
 def _read_program(path: Path) -> Program:
-    """Return the program in the plan file ``path``. Raise :class:`LaunchError` if the file has no program of this
-    version, and :class:`UntrustedOperatorError` if the program calls an operator that is not allowed in plan files.
+    """Return the program in the plan file ``path``. Raise :class:`LaunchError` if the file has no program that this
+    version can read, and :class:`UntrustedOperatorError` if the program calls an operator that plan files may not name.
     """
     content = read_plan_content(path)
     try:

@@ -10,10 +10,9 @@ from partitioner.runtime.program.sharded_buckets import list_all_reduce_axes
 
 
 class PipelineEdge(NamedTuple):
-    """One direction of a link between two ranks of different pipeline stages.
-
-    The rank ``target`` receives the messages of the rank ``source`` in the order in which they are sent. ``channel``:
-    "F" for values, "B" for gradients, "L" for the loss.
+    """One direction of a link between two ranks of different pipeline stages. The rank ``target`` receives the messages
+    of the rank ``source`` in the order in which they are sent. ``channel``: "F" for values, "B" for gradients, "L" for
+    the loss.
     """
 
     source: int
@@ -30,12 +29,10 @@ def find_loss_stage(program: Program) -> int:
 
 
 def find_neighbour_stages(stage: int, source: int, num_stages: int) -> tuple[int | None, list[int]]:
-    """Return how the pipeline stage ``stage`` passes on a tensor, such as the loss, that goes from the stage ``source``
-    to all stages, from each stage to its neighbours.
-
-    All pipeline stages are given by their indices, from 0. The first returned item is the stage from which ``stage``
-    receives the tensor; ``None`` if it is ``source`` itself. The second has the stages to which it sends the tensor.
-    ``num_stages``: number of pipeline stages.
+    """Return how the pipeline stage ``stage`` passes on a tensor, such as the loss, that the stage ``source`` sends to
+    all stages from neighbour to neighbour. The result is a pair: the stage from which ``stage`` receives the tensor
+    (``None`` if ``stage`` is ``source``), and the list of stages to which it sends the tensor. All stages are indices
+    from 0. ``num_stages``: number of pipeline stages.
     """
     below = [stage - 1] if 0 < stage <= source else []
     above = [stage + 1] if source <= stage < num_stages - 1 else []
@@ -45,8 +42,7 @@ def find_neighbour_stages(stage: int, source: int, num_stages: int) -> tuple[int
 
 
 def list_loss_edges(program: Program) -> set[tuple[int, int, str]]:
-    """Return the links over which the loss is sent to all pipeline stages, as (from stage, to stage, "L").
-
+    """Return the links over which the loss is sent to all pipeline stages, as (sending stage, receiving stage, "L").
     Empty if there is no loss or only one stage. ``program``: the program of all ranks.
     """
     if program.loss is None or len(program.stages) == 1:
@@ -57,14 +53,13 @@ def list_loss_edges(program: Program) -> set[tuple[int, int, str]]:
     }
 
 
-# The loss is summed over data; norms over stages and shards; checkpoints gather shards.
+# The loss is summed over dp, gradient norms over stages and shards; checkpoints gather shards over tp.
 _DEFAULT_GROUP_AXES = (("dp",), ("pp", "tp"), ("tp",))
 
 
 def list_groups(rank: RankProgram) -> list[tuple[int, ...]]:
     """Return the process groups that ``rank`` belongs to, as tuples of global ranks; groups of one rank are left out.
-
-    All ranks list common groups in the same order, so that opening overlapping groups does not deadlock.
+    All ranks list common groups in the same order, so creating overlapping groups does not deadlock.
     """
     program = rank.program
     over_axes = [rank.group(*axes) for axes in sorted(_list_group_axes(program))]
@@ -77,19 +72,16 @@ def list_groups(rank: RankProgram) -> list[tuple[int, ...]]:
 
 
 def list_gather_groups(rank: RankProgram) -> list[tuple[int, ...]]:
-    """Return the process groups in which ``rank`` all-gathers parameters that ZeRO shards, as tuples of global ranks.
-
-    The order is the same on all ranks. Groups of one rank are left out.
+    """Return the process groups in which ``rank`` all-gathers parameters that ZeRO shards, as tuples of global ranks,
+    in an order that is the same on all ranks. Groups of one rank are left out.
     """
     axes = {state.zero_axes for state in rank.program.states.values()}
     return list(dict.fromkeys(g for g in (rank.group(*a) for a in sorted(axes)) if len(g) > 1))
 
 
 def _list_group_axes(program: Program) -> set[tuple[str, ...]]:
-    """Return all combinations of mesh axes over which some rank of the program communicates, in graphs, reductions or
+    """Return all combinations of mesh axes over which some rank of ``program`` communicates, in graphs, reductions or
     checkpoints.
-
-    ``program``: the program of all ranks.
     """
     axes: set[tuple[str, ...]] = set(_DEFAULT_GROUP_AXES)
     if program.size("ep") > 1:  # norms of experts' gradients and checkpoints of their weights
@@ -111,9 +103,7 @@ def _list_group_axes(program: Program) -> set[tuple[str, ...]]:
 
 def _find_tied_stages(program: Program) -> set[tuple[int, ...]]:
     """Return the sets of pipeline stages (ascending indices) that share a parameter or buffer and reduce or update it
-    together.
-
-    ``program``: the program of all ranks.
+    together. ``program``: the program of all ranks.
     """
     return {
         tuple(sorted(program.states[s].stages))

@@ -1,9 +1,10 @@
 """Compute the memory that a rank needs while it runs its instructions: bytes on the device, in the host and on disk.
 
-Device memory counts parameters and buffers; gradients of parameters (held from the start; under ZeRO the rank's pieces,
-and whole gradients while they exist); values and their gradients from creation until they are freed; tensors saved for
-backward; and buffers of hierarchical reductions (partial sums, transfers in flight, compression residuals). Temporary
-tensors of operators and optimizer states are not counted. Callers add these as extra bytes.
+Device memory counts parameters and buffers; gradients of parameters; values and their gradients from creation until
+they are freed; tensors saved for backward; and buffers of hierarchical reductions (partial sums, transfers in flight,
+compression residuals). Gradients of parameters are held from the start; under ZeRO only the rank's pieces are, and
+whole gradients count while they exist. Temporary tensors of operators and optimizer states are not counted. Callers add
+these as extra bytes.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from partitioner.runtime.program.instructions import Instruction
 from partitioner.runtime.program.sharded_buckets import BACKWARD, ScatterQueue, count_gradient_shards, zero_axes
 from partitioner.runtime.program.state_bytes import list_host_states
 
-# Copies of what is compressed while that is done: rounded numbers, and those made again to see what is lost.
+# Temporary copies of a buffer while it is compressed: int8 needs the rounded numbers, and the decompressed ones to
+# compute the rounding error.
 WORKING = {"bf16": 0.0, "int8": 2.0}
-_WITHOUT_EFFECT = frozenset({"SEND_F", "SEND_B", "UPDATE"})  # on a microbatch, and on the memory that is counted
+_WITHOUT_EFFECT = frozenset({"SEND_F", "SEND_B", "UPDATE"})  # operations that do not change the counted memory
 
 
 def residual_bytes(facts: ProgramFacts, bucket: Bucket) -> int:
-    """Return the device bytes in which a rank stores the rounding errors of compressed gradients. The errors of a step
-    are added to the transfers of the next. 0 without compression, or with a format whose errors are discarded.
-
-    ``bucket``: the parameters whose gradients are transferred together. ``facts``: the program of all ranks, with the
-    gradients, collectives and memory of its block calls (such as layers).
+    """Return the device bytes in which a rank stores the rounding errors of compressed gradients of ``bucket``
+    (parameters whose gradients are reduced together). The errors of a step are added to the transfers of the next step.
+    0 without compression, or with a format whose errors are discarded. ``facts``: the program of all ranks, with the
+    sizes of its tensors.
     """
     if bucket.compression is None or not CODECS[bucket.compression].feedback:
         return 0
@@ -44,20 +45,19 @@ def residual_bytes(facts: ProgramFacts, bucket: Bucket) -> int:
 class LevelReductionBytes:
     """Counts the extra device bytes of one rank while gradients of its pipeline stage are reduced hierarchically:
     within nodes, between nodes, and so on. ``held``: the bytes held now, besides the gradients themselves. ``facts``:
-    the program of all ranks, with the gradients and memory of its block calls (such as layers).
+    the program of all ranks, with the sizes of its tensors.
     """
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
         self.facts, self.buckets = facts, facts.program.stages[stage].buckets
         self.held = 0
         self._of: dict[int, int] = {}
-        self._gathering: int | None = None  # the bucket whose sums are on their way to all that need them
+        self._gathering: int | None = None  # the bucket whose sums are being all-gathered over its first level
 
     def add_collective(self, i: Instruction) -> int:
         """Count the extra bytes that the instruction ``i``, one step of a hierarchical gradient reduction, allocates
-        and releases, and update ``held``.
-
-        Return the peak bytes during the instruction above the bytes held after it; 0 for instructions of other kinds.
+        and releases, and update ``held``. Return the peak bytes during the instruction above the bytes held after it; 0
+        for instructions of other kinds.
         """
         number = i.bucket
         if number is None or not self.buckets[number].levels or i.op == "REDUCE":
@@ -69,7 +69,7 @@ class LevelReductionBytes:
         compressed = bucket.compression if level == len(bucket.levels) - 1 else None
         wire = int(whole * self.facts.wire_share(bucket)) if compressed else 0
         if i.op == "SCATTER":
-            before = part if not compressed else 0  # of the level before, which goes when this has begun
+            before = part if not compressed else 0  # bytes of the previous level, released once this one has begun
             comes = 2 * wire if compressed else part + (whole if program.whole_scatter else 0)
             self._set_bucket_bytes(number, comes)
             return before + int(WORKING[compressed] * whole if compressed else 0)
@@ -94,13 +94,15 @@ Key = tuple[str, int | None]
 
 
 class MemoryMoment(NamedTuple):
-    """Device bytes that a rank holds besides its parameters, buffers and their lasting gradients at one moment: the
-    peak of a call (an execution of a block, such as a layer), or the end of an instruction.
+    """Device bytes that a rank holds at one moment, besides its parameters, buffers and the gradients that it holds
+    during the whole step. The moment is the peak of a block call (an execution of a block, such as a layer), or the
+    peak or the end of an instruction.
 
-    ``call``: position of the call on its pipeline stage; ``None`` for a whole instruction. ``saved``: bytes of tensors
-    that pass between calls, and of tensors saved for backward. ``gradients``: of gradients of tensors that pass between
-    calls. ``recomputed``: of recomputed tensors of a running backward. ``gathered``: of gathered parameters, and of
-    sharded parameters' gradients before, during and after their reduce-scatter. ``host``: bytes in host memory.
+    ``call``: position of the running call on its pipeline stage; ``None`` if no call runs. ``saved``: bytes of tensors
+    that pass between calls, and of tensors saved for backward. ``gradients``: bytes of gradients of tensors that pass
+    between calls. ``recomputed``: bytes of recomputed tensors of a running backward. ``gathered``: bytes of gathered
+    parameters, and of sharded parameters' gradients before, during and after their reduce-scatter. ``host``: bytes in
+    host memory.
     """
 
     call: int | None
@@ -114,7 +116,7 @@ class MemoryMoment(NamedTuple):
 def state_bytes(facts: ProgramFacts, stage: int) -> int:
     """Return the device bytes that one rank of the pipeline stage ``stage`` (an index) holds during the whole step: its
     parameters, buffers, gradients, and the rounding errors stored for gradient compression. ``facts``: the program of
-    all ranks, with the gradients, collectives and memory of its block calls (such as layers).
+    all ranks, with the sizes of its tensors.
     """
     held = facts.states_by_stage[stage]
     residuals = sum(residual_bytes(facts, bucket) for bucket in facts.program.stages[stage].buckets)
@@ -123,8 +125,7 @@ def state_bytes(facts: ProgramFacts, stage: int) -> int:
 
 def parameter_bytes(facts: ProgramFacts, state: str) -> int:
     """Return the device bytes that the parameter or buffer called ``state`` takes on a rank during the whole step; 0 if
-    it is offloaded. ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls
-    (such as layers).
+    it is a parameter and parameters are offloaded. ``facts``: the program of all ranks, with the sizes of its tensors.
     """
     if "parameters" in facts.program.offload and facts.program.states[state].kind == "parameter":
         return 0
@@ -135,10 +136,9 @@ def gradient_bytes(facts: ProgramFacts, state: str) -> int:
     """Return the device bytes that the gradient of the parameter called ``state`` takes on a rank during the whole
     step; 0 if it has no gradient.
 
-    Under ZeRO 1 these are the gradient of the rank's shard over ``ep`` and ``tp``, and the part of this gradient that
-    ZeRO leaves on the rank. Under ZeRO 2 and 3 the result is 0 for a parameter that ZeRO divides, since that part
-    exists only from the first reduce-scatter on. ``facts``: the program of all ranks, with the gradients, collectives
-    and memory of its block calls (such as layers).
+    Under ZeRO 1, the result is the gradient of the rank's shard over ``ep`` and ``tp``, plus the piece of this gradient
+    that ZeRO leaves on the rank. Under ZeRO 2 and 3, it is 0 for a parameter that ZeRO divides, since the piece exists
+    only after the first reduce-scatter. ``facts``: the program of all ranks, with the sizes of its tensors.
     """
     if state not in facts.with_gradient:
         return 0
@@ -148,11 +148,10 @@ def gradient_bytes(facts: ProgramFacts, state: str) -> int:
 
 
 def memory_steps(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
-    """Yield for each instruction the peak device bytes of a rank while it runs, and the bytes held after it.
-
-    Both include parameters, buffers and gradients. ``stage``: index of the rank's pipeline stage. ``instructions``: a
-    list that the prover accepts. ``facts``: the program of all ranks, with the gradients, collectives and memory of its
-    block calls (such as layers).
+    """Yield for each instruction a pair: the peak device bytes of a rank while the instruction runs, and the bytes held
+    after it. Both include parameters, buffers and gradients. ``stage``: index of the rank's pipeline stage.
+    ``instructions``: the rank's list, which the prover has accepted. ``facts``: the program of all ranks, with the
+    gradients, collectives and memory of its block calls (such as layers).
     """
     holder = _MemoryCounter(facts, stage)
     for instruction in instructions:
@@ -162,12 +161,10 @@ def memory_steps(facts: ProgramFacts, stage: int, instructions: Sequence[Instruc
 def memory_moments(
     facts: ProgramFacts, stage: int, instructions: Sequence[Instruction]
 ) -> Iterator[tuple[list[MemoryMoment], MemoryMoment]]:
-    """Yield for each instruction a pair of records of the bytes that a rank holds, by kind: a list with the peak of
-    each of the instruction's block calls (such as layers), and the bytes after the instruction. The first item of a
-    pair is empty if the memory is never higher than after the instruction.
-
-    ``stage``: index of the rank's pipeline stage. ``instructions``: the rank's list. ``facts``: the program of all
-    ranks, with the gradients, collectives and memory of its block calls (such as layers).
+    """Yield for each instruction a pair: a list of :class:`MemoryMoment`, and the moment after the instruction. The
+    list has the peak of each of the instruction's block calls (such as layers); for an instruction without calls, its
+    own peak if it is higher than the end. ``stage``: index of the rank's pipeline stage. ``instructions``: the rank's
+    list. ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls.
     """
     holder = _MemoryCounter(facts, stage)
     for instruction in instructions:
@@ -177,12 +174,10 @@ def memory_moments(
 def find_fullest_moment(
     facts: ProgramFacts, stage: int, instructions: Sequence[Instruction], working: Sequence[int]
 ) -> tuple[MemoryMoment, int]:
-    """Return the moment at which a rank holds the most bytes, and the working memory of the call (an execution of a
-    block, such as a layer) that runs at this moment; the first such moment if there are several.
-
-    ``stage``: index of the rank's pipeline stage. ``instructions``: the rank's list. ``working``: bytes of working
-    memory of each call of the stage while it runs, which count as held. ``facts``: the program of all ranks, with the
-    gradients, collectives and memory of its calls.
+    """Return the first moment at which a rank holds the most bytes, and the working memory (bytes) of the block call
+    (an execution of a block, such as a layer) that runs at this moment. ``stage``: index of the rank's pipeline stage.
+    ``instructions``: the rank's list. ``working``: for each call of the stage, bytes of working memory while it runs,
+    which count as held. ``facts``: the program of all ranks, with the gradients, collectives and memory of its calls.
     """
     return _PeakFinder(facts, stage, working).find_fullest_moment(instructions)
 
@@ -190,11 +185,9 @@ def find_fullest_moment(
 def peak_bytes(
     facts: ProgramFacts, stage: int, instructions: Sequence[Instruction], extra_bytes: int = 0
 ) -> tuple[int, int]:
-    """Return the peak device bytes of a rank, and the index of the first instruction that reaches the peak.
-
-    ``stage``: index of the rank's pipeline stage. ``instructions``: the rank's list. ``extra_bytes``: bytes added to
-    the peak. ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls (such
-    as layers).
+    """Return the peak device bytes of a rank, and the index of the first instruction that reaches the peak. ``stage``:
+    index of the rank's pipeline stage. ``instructions``: the rank's list. ``extra_bytes``: bytes added to the peak.
+    ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls (such as layers).
     """
     peaks = [peak for peak, _ in memory_steps(facts, stage, instructions)]
     if not peaks:
@@ -205,10 +198,9 @@ def peak_bytes(
 
 def host_bytes(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction]) -> int:
     """Return the peak bytes that a rank holds in host memory: offloaded activations, and offloaded parameters with
-    their gradients and the copies that the optimizer updates. Optimizer states are not counted.
-
-    ``stage``: index of the rank's pipeline stage. ``instructions``: the rank's list. ``facts``: the program of all
-    ranks, with the gradients, collectives and memory of its block calls (such as layers).
+    their gradients and the copies that the optimizer updates. Optimizer states are not counted. ``stage``: index of the
+    rank's pipeline stage. ``instructions``: the rank's list. ``facts``: the program of all ranks, with the gradients,
+    collectives and memory of its block calls (such as layers).
     """
     holder = _MemoryCounter(facts, stage)
     most = 0
@@ -219,10 +211,9 @@ def host_bytes(facts: ProgramFacts, stage: int, instructions: Sequence[Instructi
 
 
 def master_bytes(facts: ProgramFacts, state: str) -> int:
-    """Return the bytes that the offloaded parameter ``state`` (its name) takes in host memory on one rank: the
-    parameter and, if it is trained, its gradient and the copy in a wider type that the optimizer updates. The copy is
-    not counted if it is on disk. ``facts``: the program of all ranks, with the gradients, collectives and memory of its
-    block calls (such as layers).
+    """Return the bytes that the offloaded parameter named ``state`` takes in host memory on one rank: the parameter
+    and, if it is trained, its gradient and the copy in a wider dtype that the optimizer updates. The copy is not
+    counted if it is on disk. ``facts``: the program of all ranks, with the sizes of its tensors.
     """
     data = facts.program.states[state]
     if facts.program.objective != "train" or not data.requires_grad:
@@ -233,30 +224,28 @@ def master_bytes(facts: ProgramFacts, state: str) -> int:
 
 def disk_bytes(facts: ProgramFacts, stage: int) -> int:
     """Return the bytes that one rank of the pipeline stage ``stage`` (an index) stores on disk: copies of parameters in
-    a wider type, which the optimizer updates. Optimizer states are not counted. 0 if the program does not offload to
-    disk. ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls (such as
-    layers).
+    a wider dtype, which the optimizer updates. Optimizer states are not counted. 0 if the program does not offload to
+    disk. ``facts``: the program of all ranks, with the sizes of its tensors.
     """
     trained = (s for s in list_host_states(facts.program, stage) if s in facts.with_gradient)
     return sum(_copy_bytes(facts, s) for s in trained) if "disk" in facts.program.offload else 0
 
 
 def _copy_bytes(facts: ProgramFacts, state: str) -> int:
-    """Return the bytes of the copy in a wider type that the optimizer updates for the parameter ``state``; 0 if there
-    is no copy. ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls (such
-    as layers).
+    """Return the bytes of the copy in a wider dtype that the optimizer updates for the parameter ``state``; 0 if there
+    is no copy. ``facts``: the program of all ranks, with the sizes of its tensors.
     """
     wide, short = facts.gradient_piece_bytes(state), facts.piece_bytes(state)
     return wide if short < wide else 0
 
 
 class _MemoryCounter:
-    """Counts the bytes that one rank of a pipeline stage holds, instruction after instruction, on the device and in the
-    host.
+    """Counts the bytes that one rank of a pipeline stage holds on the device and in the host, instruction after
+    instruction.
     """
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
-        """Start before the first instruction, when the rank holds parameters, buffers and gradients only. ``stage``:
+        """Start before the first instruction, when the rank holds only parameters, buffers and gradients. ``stage``:
         index of the rank's pipeline stage. ``facts``: the program of all ranks, with the gradients, collectives and
         memory of its block calls (such as layers).
         """
@@ -292,16 +281,16 @@ class _MemoryCounter:
         return self.gathered + self.whole + sent + self.pieces + self.turning.held
 
     def hold_gradients(self, states: Iterable[str]) -> None:
-        """Count the gradients of the parameters ``states`` (names) as held on the device, each once. These are
-        gradients that ZeRO has not yet reduce-scattered.
+        """Count the gradients of the parameters ``states`` (names) as held on the device. Gradients that are already
+        counted are not counted again. ZeRO has not yet reduce-scattered them.
         """
         new = set(states) - self.added
         self.added |= new
         self.whole += sum(map(self.facts.gradient_bytes, new))
 
     def drop_gradients(self, states: Iterable[str]) -> None:
-        """Count the gradients of the parameters ``states`` (names) as released from the device, because they are
-        reduce-scattered, and each rank keeps its ZeRO part.
+        """Count the gradients of the parameters ``states`` (names) as released from the device, because their
+        reduce-scatter has started.
         """
         old = self.added.intersection(states)
         self.added -= old
@@ -318,14 +307,14 @@ class _MemoryCounter:
             self.moments.append(self.build_moment(call, recomputed))
 
     def list_moments(self, i: Instruction) -> tuple[list[MemoryMoment], MemoryMoment]:
-        """Count the bytes that the instruction ``i`` allocates and releases on this rank. Return the peak of each of
-        its calls (executions of blocks, such as layers), and the moment after the instruction. There are no peaks if
-        the memory is never higher than after the instruction.
+        """Count the bytes that the instruction ``i`` allocates and releases on this rank. Return a list of peaks, and
+        the moment after the instruction. The list has the peak of each of the instruction's block calls (such as
+        layers); for an instruction without calls, its own peak if it is higher than the end.
         """
         self.moments = []
         peak, held = self.run_instruction(i)
         after = self.build_moment()
-        if not self.moments and peak > held:  # a copy is sent, so the data exists twice
+        if not self.moments and peak > held:  # a copy is sent, so the data exist twice
             self.moments = [after._replace(gathered=after.gathered + peak - held)]
         return self.moments, after
 
@@ -358,7 +347,7 @@ class _MemoryCounter:
                 peak = self.held
                 self.gathered -= self.count_fetched_bytes(
                     self.shared[i.bucket]
-                )  # this rank's pieces are among the whole
+                )  # the gathered parameters contain this rank's pieces
             case "OFFLOAD" if i.calls is not None:
                 self.offload_activations(i)
             case "FETCH" if i.calls is not None:
@@ -395,10 +384,8 @@ class _MemoryCounter:
         return peak, self.held
 
     def start_scatter(self, i: Instruction) -> int:
-        """Count the device bytes of the reduce-scatter ``i`` of gradients, which starts now. Earlier ones that must end
-        first are counted as ended.
-
-        Return the peak device bytes of this rank while that happens.
+        """Count the device bytes of the reduce-scatter ``i`` of gradients, which starts now. Earlier reduce-scatters
+        that must end first are counted as ended. Return the peak device bytes of this rank meanwhile.
         """
         assert i.bucket is not None
         peak = self.held
@@ -417,10 +404,8 @@ class _MemoryCounter:
         return peak
 
     def collect_scatter(self) -> int:
-        """Count the oldest reduce-scatter of gradients in progress as ended: its result is added to this rank's ZeRO
-        parts of the gradients.
-
-        Return the peak device bytes of this rank while that happens.
+        """Count the oldest reduce-scatter of gradients in progress as ended, and its result as added to this rank's
+        ZeRO pieces of the gradients. Return the peak device bytes of this rank meanwhile.
         """
         number = next(iter(self.scattering))[0]
         pieces = sum(map(self.facts.gradient_piece_bytes, self.shared[number]))
@@ -433,10 +418,8 @@ class _MemoryCounter:
 
     def settle_gradients(self, states: Sequence[str]) -> None:
         """Count the ZeRO pieces of gradients that a SYNC instruction creates on this rank. A SYNC sums the gradients of
-        parameters that several pipeline stages share. Pieces are created here only if this stage has not
-        reduce-scattered their gradients.
-
-        ``states``: names of these parameters.
+        the parameters ``states`` (names), which several pipeline stages share. It creates pieces only if this stage has
+        not reduce-scattered gradients of these parameters.
         """
         for number, held in enumerate(self.shared):
             if self.facts.program.zero >= 2 and number not in self.scattered and not set(held).isdisjoint(states):
@@ -451,15 +434,15 @@ class _MemoryCounter:
         return sum(self.facts.piece_bytes(s) for s in states) if host_parameters else 0
 
     def list_moved_calls(self, i: Instruction) -> list[CallFacts]:
-        """Return the calls (executions of blocks, such as layers) whose activations the OFFLOAD or FETCH instruction
-        ``i`` moves: those of its calls that have a backward.
+        """Return the block calls (executions of blocks, such as layers) whose activations the OFFLOAD or FETCH
+        instruction ``i`` moves: those of its calls that have a backward.
         """
         assert i.calls is not None
         return [call for call in self.calls[slice(*i.calls)] if call.has_backward]
 
     def offload_activations(self, i: Instruction) -> None:
-        """Count the tensors that the calls (executions of blocks, such as layers) of the OFFLOAD instruction ``i``
-        saved for backward as in host memory, and as leaving the device during the next computation.
+        """Count the tensors that the block calls (such as layers) of the OFFLOAD instruction ``i`` saved for backward
+        as held in host memory. On the device they count as held until the next computation ends.
         """
         for call in self.list_moved_calls(i):
             before = self.saved
@@ -470,8 +453,8 @@ class _MemoryCounter:
             self.host += self.facts.moved_bytes(call)
 
     def fetch_activations(self, i: Instruction) -> None:
-        """Count the tensors that the FETCH instruction ``i`` moves back from host memory as on the device again. The
-        instruction's calls (executions of blocks, such as layers) saved them for backward.
+        """Count the tensors that the block calls (such as layers) of the FETCH instruction ``i`` saved for backward as
+        moved from host memory back to the device.
         """
         for call in self.list_moved_calls(i):
             for value in call.moves:
@@ -497,8 +480,8 @@ class _MemoryCounter:
             self.flowing += self.sizes[value]
 
     def run_forward(self, i: Instruction) -> None:
-        """Count as held the outputs of the calls (executions of blocks, such as layers) of the forward instruction
-        ``i``, and the tensors that they save for backward.
+        """Count as held the outputs of the block calls (such as layers) of the forward instruction ``i``, and the
+        tensors that these calls save for backward.
         """
         assert i.calls is not None
         for position, call in enumerate(self.calls[slice(*i.calls)], i.calls[0]):
@@ -511,7 +494,7 @@ class _MemoryCounter:
 
     def run_backward(self, i: Instruction) -> int:
         """Count the device bytes of the gradients that the backward instruction ``i`` (B, I or W) computes, and of the
-        tensors that it releases. Return its peak device bytes.
+        tensors that it releases. Return the peak device bytes of the instruction.
         """
         assert i.calls is not None
         peak = self.held
@@ -548,8 +531,8 @@ class _MemoryCounter:
 
 
 class _MicrobatchChange(NamedTuple):
-    """The effect of an instruction on the bytes that a rank holds of one microbatch. All numbers are bytes relative to
-    those before the instruction.
+    """The effect of an instruction on one microbatch on the bytes that a rank holds. All numbers of bytes are relative
+    to those before the instruction.
 
     ``saved`` and ``gradients``: change of the fields of :class:`MemoryMoment` with these names. ``fullest``: the moment
     of the instruction with the most bytes. ``total``: bytes at this moment, including working memory. ``then``: the
@@ -565,10 +548,11 @@ class _MicrobatchChange(NamedTuple):
 
 @dataclass(eq=False)
 class _MicrobatchHoldings:
-    """The tensors of one microbatch that a rank holds at some point of its program. ``values``: name of a value (a
-    tensor that passes between block calls, such as layers) -> number of its uses. ``gradients``: names of the values
-    whose gradients exist. ``changes``: form of an instruction (without its microbatch) -> its effect on these tensors,
-    for instructions that were simulated from this point."""
+    """The tensors of one microbatch that a rank holds at some position in its instruction list. ``values``: name of a
+    value (a tensor that passes between block calls, such as layers) -> number of its uses. ``gradients``: names of the
+    values whose gradients exist. ``changes``: effects of instructions that were simulated from this state. The key is
+    the index of the instruction's form (the instruction without its microbatch number).
+    """
 
     values: dict[str, int]
     gradients: tuple[str, ...]
@@ -576,13 +560,14 @@ class _MicrobatchHoldings:
 
 
 class _PeakFinder(_MemoryCounter):
-    """Finds the moment of peak memory of one rank.
+    """Finds the moment of peak memory of one rank. ``working``: bytes of working memory of each block call (such as a
+    layer) of the stage while it runs.
 
-    An instruction on a microbatch changes only what the rank holds of this microbatch. The change depends only on the
-    earlier instructions on the same microbatch. All microbatches run nearly the same instructions, so a change is
+    An instruction on a microbatch usually changes only the tensors of this microbatch, and the change depends only on
+    the earlier instructions on the same microbatch. All microbatches run nearly the same instructions, so a change is
     computed for one microbatch and reused for the others. This does not hold for programs with totals (sums over the
-    batch) or with data in host memory, and for backwards whose gradients ZeRO scatters: their instructions are counted
-    one by one. ``working``: bytes of working memory of each call of the stage while it runs.
+    batch) or with offloading, nor for backwards whose gradients ZeRO scatters. Their instructions are counted one by
+    one.
     """
 
     def __init__(self, facts: ProgramFacts, stage: int, working: Sequence[int]) -> None:
@@ -596,13 +581,14 @@ class _PeakFinder(_MemoryCounter):
 
     def find_fullest_moment(self, instructions: Sequence[Instruction]) -> tuple[MemoryMoment, int]:
         """Return the moment at which the rank holds the most bytes while it runs ``instructions``, and the bytes of
-        working memory of the call (an execution of a block, such as a layer) that runs then."""
+        working memory of the block call (an execution of a block, such as a layer) that runs at this moment.
+        """
         forms = self.facts.forms(self.stage, instructions)
         ignored = [i.microbatch is not None and i.op in _WITHOUT_EFFECT for i in forms.firsts]
         scatters = [
             i.op in ("B", "W") and i.calls is not None and any(self.scatters[slice(*i.calls)]) for i in forms.firsts
         ]
-        shared = self.shared_bytes  # of all microbatches; changes only where an instruction is counted by itself
+        shared = self.shared_bytes  # not of one microbatch; changes only if an instruction is counted individually
         for i, form in zip(instructions, forms.numbers, strict=True):
             if i.microbatch is None or not self.reuses_changes:
                 self.compare_moments(i)
@@ -634,11 +620,10 @@ class _PeakFinder(_MemoryCounter):
         self, before: _MicrobatchHoldings, key: int, i: Instruction, known: _MicrobatchChange | None
     ) -> _MicrobatchHoldings:
         """Simulate the instruction ``i`` on a microbatch: count the bytes that it allocates and releases. Return the
-        tensors of the microbatch that the rank holds afterwards.
-
-        ``before``: the tensors of the microbatch that the rank holds before; the effect of ``i`` is stored there under
-        ``key``, the number of its form. ``known``: the stored effect, if the same instruction was simulated for another
-        microbatch; ``None`` otherwise.
+        tensors of the microbatch that the rank holds after ``i``. ``before``: the tensors of the microbatch that the
+        rank holds before ``i``; its ``changes`` store the effect of ``i`` under ``key``, the index of the form of
+        ``i``. ``known``: the stored effect, if the same instruction was simulated for another microbatch; otherwise
+        ``None``.
         """
         number = i.microbatch
         self.values.update({(name, number): uses for name, uses in before.values.items()})
@@ -660,16 +645,18 @@ class _PeakFinder(_MemoryCounter):
         return left
 
     def compare_moments(self, i: Instruction) -> list[MemoryMoment]:
-        """Count the bytes that the instruction ``i`` allocates and releases, and compare each of its moments with the
-        fullest one so far. Return the moments: the peaks of its calls (executions of blocks, such as layers), and the
-        end of the instruction."""
+        """Count the bytes that the instruction ``i`` allocates and releases, and keep its fullest moment if it is the
+        fullest so far. Return the moments of ``i``: its peaks, then the end of the instruction.
+        """
         peaks, after = self.list_moments(i)
         for moment in (*peaks, after):
             self.keep_fuller(moment)
         return [*peaks, after]
 
     def keep_fuller(self, moment: MemoryMoment) -> None:
-        """Keep ``moment`` if the rank holds more bytes then than at all earlier moments, working memory included."""
+        """Record ``moment`` as the fullest if the rank holds more bytes, including working memory, than at all earlier
+        moments.
+        """
         working = self.get_working_bytes(moment)
         total = moment.saved + moment.gradients + moment.recomputed + moment.gathered + working
         if total > self.most_total:

@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterable, Mapping
 
 AXES = ("pp", "dp", "cp", "tp")  # outermost first: neighbouring ranks differ in the last axes
 
-MESH_AXES = (*AXES, "ep")  # what a mesh names: ep is folded over dp x cp x tp, its size multiplies with no other
+MESH_AXES = (*AXES, "ep")  # keys of a mesh; ep reuses the ranks of dp x cp x tp, so it does not add ranks
 EXPERT_AXES = ("edp", "ep", "etp")  # the ranks of a stage as experts see them, outermost first
-HYBRID_AXES = ("dp_replicate", "dp_shard", "edp_replicate", "edp_shard")  # dp and edp in two, outermost first
+HYBRID_AXES = ("dp_replicate", "dp_shard", "edp_replicate", "edp_shard")  # dp and edp split in two, outermost first
 ALL_AXES = (*AXES, *HYBRID_AXES, *EXPERT_AXES)
 
 
@@ -21,10 +21,10 @@ def num_ranks(mesh: Mapping[str, int]) -> int:
 
 
 def expert_mesh(mesh: Mapping[str, int], etp: int = 0) -> dict[str, int]:
-    """Return the mesh of the ranks as mixture-of-experts layers use it: axis -> size. Its axes are ``pp``; ``edp``, the
-    replicas of an expert; ``ep``, the groups of ranks with different experts; and ``etp``, the ranks over which one
-    expert is sharded. ``mesh``: axis -> size. ``etp``: number of ranks over which one expert is sharded; 0 for as many
-    as ``tp``.
+    """Return the mesh of the ranks as mixture-of-experts layers use it, as a dict: axis -> size. Its axes are ``pp``;
+    ``edp``, the replicas of an expert; ``ep``, the groups of ranks with different experts; and ``etp``, the ranks over
+    which one expert is sharded. ``mesh``: axis -> size. ``etp``: number of ranks over which one expert is sharded; 0
+    means the size of ``tp``.
     """
     ep, shared = mesh.get("ep", 1), etp or mesh.get("tp", 1)
     room = num_ranks(mesh) // mesh.get("pp", 1)
@@ -32,13 +32,16 @@ def expert_mesh(mesh: Mapping[str, int], etp: int = 0) -> dict[str, int]:
 
 
 def hybrid_mesh(mesh: Mapping[str, int], etp: int = 0, dp_shard: int = 0) -> dict[str, int]:
-    """Return the sizes of the axes into which hybrid sharding splits ``dp`` and the experts' ``edp``, as axis -> size.
-    ZeRO divides states (of optimizers, with gradients and parameters by its stage) over the ranks of ``dp_shard`` and
-    ``edp_shard``; ``dp_replicate`` and ``edp_replicate`` have the replicas of such groups of ranks. ``mesh``: axis ->
-    size. ``etp``: ranks over which one expert is sharded; 0: as many as ``tp``. ``dp_shard``: number of ``dp`` ranks
-    that divide a state; 0: all of them. ``edp_shard``: number of replicas of an expert among which ZeRO divides its
-    states: those within one group of ``dp_shard`` ranks, or 1 if one copy of all experts spans more ranks than such a
-    group.
+    """Return the sizes of the axes into which hybrid sharding splits ``dp`` and the experts' ``edp``, as a dict: axis
+    -> size. ZeRO shards states over the ranks of ``dp_shard`` and ``edp_shard``. The ranks of ``dp_replicate`` and
+    ``edp_replicate`` hold replicas of these shards.
+
+    Args:
+        mesh: axis -> size.
+        etp: number of ranks over which one expert is sharded; 0 means the size of ``tp``.
+        dp_shard: number of ``dp`` ranks over which ZeRO shards a state; 0 means all of them. ``edp_shard`` follows from
+            it: the number of an expert's replicas inside one group of ``dp_shard`` ranks, or 1 if one copy of all
+            experts spans more ranks than such a group.
     """
     dp, edp = mesh.get("dp", 1), expert_mesh(mesh, etp)["edp"]
     shard = dp_shard or dp
@@ -48,9 +51,8 @@ def hybrid_mesh(mesh: Mapping[str, int], etp: int = 0, dp_shard: int = 0) -> dic
 
 
 def subtract_axes(axes: Iterable[str], shared: Collection[str]) -> tuple[str, ...]:
-    """Return the mesh axes of ``axes`` without those in ``shared``, in the same order.
-
-    ``shared`` may contain one half of an axis that hybrid sharding splits: if it contains ``dp_shard``, the axis ``dp``
-    is replaced by its other half, ``dp_replicate``.
+    """Return the mesh axes of ``axes`` that are not in ``shared``, in the same order. If ``shared`` contains one half
+    of an axis that hybrid sharding splits, such as ``dp_shard``, the axis (``dp``) is replaced by its other half
+    (``dp_replicate``).
     """
     return tuple(f"{a}_replicate" if f"{a}_shard" in shared else a for a in axes if a not in shared)

@@ -18,16 +18,14 @@ from partitioner.runtime.program.program import BlockGraph, Program, Stage
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
-_WITH_FP8 = (8, 9)  # compute capability of the first NVIDIA devices with products in 8 bits
-_WITH_EXPERTS = (9, 0)  # of the devices with grouped products and a scale for each row
-_WITH_BLOCKS = (10, 0)  # of the first with a scale for every 32 numbers, and with 4-bit numbers
+_WITH_FP8 = (8, 9)  # compute capability of the first NVIDIA devices with fp8 matrix products
+_WITH_EXPERTS = (9, 0)  # compute capability of the devices with grouped fp8 products with one scale per row
+_WITH_BLOCKS = (10, 0)  # compute capability of the first devices with one scale per 32 numbers, and with fp4
 
 
 def convert_precision(program: Program, precision: str | None) -> Program:
-    """Return a copy of ``program`` in which every floating type, of tensors and inside graphs, is replaced by
-    ``precision``.
-
-    ``precision`` is one of "bf16", "fp16", "fp32", "fp64". For ``None``, return ``program`` itself. Raise
+    """Return a copy of ``program`` in which every floating dtype, of tensors and inside graphs, is replaced by
+    ``precision``: "bf16", "fp16", "fp32" or "fp64". If ``precision`` is ``None``, return ``program`` itself. Raise
     ``InputsError`` for other names.
     """
     if precision is None:
@@ -46,9 +44,9 @@ def convert_precision(program: Program, precision: str | None) -> Program:
 
 
 def convert_to_fp8(program: Program, scaling: str = "tensor", blocks: Collection[str] | None = None) -> Program:
-    """Return a copy of ``program`` in which matrix products with weights are computed in 8-bit floats, where the
-    kernels support the types and shapes. ``scaling``: which numbers share a scale: ``"tensor"``, ``"row"`` or
-    ``"block"``; ``"nvfp4"``: they are computed in 4-bit floats. ``blocks``: names of the blocks (such as layers) to
+    """Return a copy of ``program`` in which matrix products with weights are computed in fp8, where the kernels support
+    the dtypes and shapes. ``scaling``: which numbers share a scale: ``"tensor"``, ``"row"`` or ``"block"``;
+    ``"nvfp4"``: products are computed in 4-bit floats instead. ``blocks``: names of the blocks (such as layers) to
     convert; ``None``: all.
     """
 
@@ -63,7 +61,7 @@ def convert_to_fp8(program: Program, scaling: str = "tensor", blocks: Collection
 
 
 def list_fp8_blocks(program: Program) -> frozenset[str]:
-    """Return the names of the blocks of ``program`` (such as layers) with products in 8-bit floats."""
+    """Return the names of the blocks (such as layers) of ``program`` that compute matrix products in fp8."""
     linear, experts = target_name(ops.linear_fp8.default), target_name(ops.expert_mm.default)
     return frozenset(
         name
@@ -74,8 +72,8 @@ def list_fp8_blocks(program: Program) -> frozenset[str]:
 
 @contextmanager
 def allow_tf32_products(program: Program, device: torch.device) -> Iterator[None]:
-    """Return a context in which float32 matrix products are computed in TF32, if ``program`` asks for it and ``device``
-    is a GPU. Otherwise the context changes nothing. The previous setting is restored at the end.
+    """Return a context manager in which float32 matrix products are computed in TF32, if ``program.tf32`` is set and
+    ``device`` is a GPU. Otherwise the context manager changes nothing. The previous setting is restored on exit.
     """
     if not program.tf32 or device.type != "cuda":
         yield
@@ -90,7 +88,7 @@ def allow_tf32_products(program: Program, device: torch.device) -> Iterator[None
 
 def check_fp8(program: Program, device: torch.device) -> None:
     """Raise :class:`LaunchError` if ``program`` multiplies in 8-bit or 4-bit floats and the GPU ``device`` has no
-    kernels for this, or none for scales of blocks of numbers (MXFP8, NVFP4).
+    kernels for this scaling of the operands. Other devices than GPUs are not checked.
     """
     if device.type != "cuda":
         return
@@ -127,7 +125,7 @@ def check_fp8(program: Program, device: torch.device) -> None:
 
 
 def remove_compression(program: Program) -> Program:
-    """Return a copy of ``program`` that sends gradients uncompressed. The collectives stay the same otherwise."""
+    """Return a copy of ``program`` that sends gradients uncompressed, with the same instructions."""
 
     def make_uncompressed(stage: Stage) -> Stage:
         buckets = tuple(bucket.model_copy(update={"compression": None}) for bucket in stage.buckets)

@@ -61,11 +61,11 @@ __all__ = [
 
 
 class Value(Data):
-    """A tensor that passes between calls of blocks (pieces of the model): its shape and type on one rank for one
+    """A tensor that passes between calls of blocks (pieces of the model): its shape and dtype on one rank for one
     microbatch.
 
-    ``requires_grad``: whether backward computes its gradient. ``layout`` and ``context``: how it is distributed over
-    ``tp`` and over ``cp``: ``S<dim>`` sharded on a dim, ``R`` whole on every rank, ``P`` a partial sum.
+    ``requires_grad``: whether backward computes its gradient. ``layout`` and ``context``: how the tensor is distributed
+    over ``tp`` and over ``cp``: ``S<dim>`` sharded on a dim, ``R`` replicated, ``P`` a partial sum.
     """
 
     shape: tuple[int, ...]
@@ -81,9 +81,9 @@ class BlockGraph(Data):
 
     ``nodes``: the graph's nodes as JSON data, in the form that ``passes/ir/serialize.py`` writes. ``states``,
     ``inputs``: names of the placeholders for parameters and buffers, and for other tensors. ``again``: names of nodes
-    that are cheap to recompute; selective recomputation does not save their results. ``pieces``: four numbers of pieces
-    in which collectives over ``tp`` run next to matrix products: all-gathers and reduce-scatters of forward,
-    all-gathers and reduce-scatters of backward; 0: not in pieces.
+    that are cheap to recompute; selective recomputation does not save their results. ``pieces``: collectives over
+    ``tp`` can be cut into pieces that overlap with matrix products. These are four numbers of pieces: of all-gathers
+    and of reduce-scatters in forward, and of all-gathers and of reduce-scatters in backward; 0: not cut.
     """
 
     nodes: tuple[dict[str, Any], ...]
@@ -94,8 +94,9 @@ class BlockGraph(Data):
 
     @model_serializer(mode="wrap")
     def _leave_out_pieces(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return this block as data. The field ``pieces`` is left out if no collective is cut into pieces, so that the
-        file is equal to that of an earlier version without this field."""
+        """Return this block as JSON data. The field ``pieces`` is left out if no collective is cut into pieces; the
+        file is then equal to that of an earlier version without this field.
+        """
         data: dict[str, Any] = serialize(self)
         if not any(self.pieces):
             data.pop("pieces", None)
@@ -124,12 +125,12 @@ class StateData(Data):
     it.
 
     ``layout`` and ``expert_layout``: how it is distributed over ``tp`` and over ``ep``: ``S<dim>`` sharded, ``R``
-    whole. ``aliases``: other names of the same tensor. ``parts``: names of the model's parameters that it stacks along
-    dim 0; weights are loaded and saved under these names. ``grad_axes``: mesh axes over which its gradient is a partial
-    sum after the last backward. ``zero_axes``: mesh axes over which ZeRO divides it: its shard over ``ep`` and ``tp``
-    is flattened and cut into equal pieces, the last ones shorter. ``update``: name of the value that a buffer takes at
-    the end of a step. With ``keeps`` the buffer becomes ``keeps`` times its old value plus the sum of that value over
-    microbatches and ``dp`` ranks.
+    replicated. ``aliases``: other names of the same tensor. ``parts``: names of the model's parameters that are stacked
+    in it along dim 0; weights are loaded and saved under these names. ``grad_axes``: mesh axes over which its gradient
+    is a partial sum after the last backward. ``zero_axes``: mesh axes over which ZeRO divides it: its shard over ``ep``
+    and ``tp`` is flattened and cut into equal pieces, the last ones shorter. ``update``: name of the value that becomes
+    the new value of a buffer at the end of a step. If ``keeps`` is given, the new value is instead ``keeps`` times the
+    old one plus the sum of the value ``update`` over microbatches and ``dp`` ranks.
     """
 
     shape: tuple[int, ...]
@@ -148,12 +149,12 @@ class StateData(Data):
 
 
 class InputData(Data):
-    """A tensor of the global batch that a step reads. ``shape``, ``dtype``: those of the whole tensor.
+    """A tensor of the global batch that a step reads. ``shape``, ``dtype``: of the whole tensor.
 
     ``value``: name under which the block calls (such as layers) read it. ``path``: where it is in the batch, such as
     ``input_ids``. ``batch_dim``: the dim that is split over microbatches and ``dp`` ranks; ``None``: every microbatch
-    reads the whole tensor. ``number``: the batch has a Python number of this type, which becomes a 0-dimensional
-    tensor.
+    reads the whole tensor. ``number``: if the batch has a Python number here, its type; the number becomes a
+    0-dimensional tensor. ``None``: the batch has a tensor.
     """
 
     value: str
@@ -165,8 +166,8 @@ class InputData(Data):
 
 
 class PlainValue(Data):
-    """An argument value that is not a tensor: the name of its type, and its ``repr`` (for a string, the text
-    itself).
+    """An argument value that is not a tensor. ``kind``: the name of its type. ``text``: its ``repr``, or the string
+    itself.
     """
 
     kind: Literal["bool", "int", "float", "str", "NoneType"]
@@ -188,9 +189,8 @@ class PlainValue(Data):
 
 
 class ArgumentData(Data):
-    """An argument of the model's ``forward``: its name, whether it must be passed, and its default.
-
-    ``default`` is ``None`` if the argument has no default, or one that is not a bool, number, string or ``None``.
+    """An argument of the model's ``forward``. ``required``: whether it must be passed. ``default``: its default value;
+    ``None`` if the argument has no default, or one that is not a bool, number, string or ``None``.
     """
 
     name: str
@@ -215,8 +215,8 @@ class SignatureData(Data):
     """The arguments with which the model is called.
 
     ``arguments``: the arguments of ``forward``, in order; ``None`` if unknown. ``fixed``: path in the batch -> value,
-    for everything in the planned batch that is not a tensor; the plan's program is valid for these values only.
-    ``guards``: conditions on the batch's numbers under which the program is valid.
+    for everything in the planned batch that is not a tensor. ``guards``: conditions on the batch's numbers. The plan's
+    program is valid only for batches with the values ``fixed`` that meet ``guards``.
     """
 
     arguments: tuple[ArgumentData, ...] | None = None
@@ -228,9 +228,9 @@ class OutputData(Data):
     """A tensor or constant in the model's result.
 
     ``path``: where it is in the result. ``value``: name of the tensor that pipeline stage ``stage`` computes; if
-    ``None``, the result is ``constant``. ``batch``: how microbatches are combined: ``S<dim>`` concatenated along a dim,
-    ``P`` summed, ``R`` any one. ``layout``, ``context``: how it is distributed over ``tp`` and ``cp``: ``S<dim>``
-    sharded, ``R`` whole.
+    ``None``, the result is ``constant``. ``batch``: how the results of the microbatches are combined: ``S<dim>``
+    concatenated along a dim, ``P`` summed, ``R`` that of any microbatch. ``layout``, ``context``: how the tensor is
+    distributed over ``tp`` and ``cp``: ``S<dim>`` sharded, ``R`` replicated.
     """
 
     path: str
@@ -243,7 +243,7 @@ class OutputData(Data):
 
 
 class Stage(Data):
-    """What all ranks of one pipeline stage run: the calls of blocks (pieces of the model), and the instructions.
+    """What all ranks of one pipeline stage run: calls of blocks (pieces of the model) and instructions.
 
     ``buckets``: sets of parameters whose gradients are reduced together. ``checkpoint_calls``, ``selective_calls``:
     positions of the calls that backward recomputes fully, or in part.
@@ -351,8 +351,8 @@ class Program(Data):
         return num_ranks(self.mesh)
 
     def share(self, place: int) -> range:
-        """Return the indices of the microbatches that ranks with ``dp`` coordinate ``place`` process, counted from 0
-        over the global batch.
+        """Return the indices of the microbatches that ranks with ``dp`` coordinate ``place`` process, as a range.
+        Microbatches are counted from 0 over the global batch.
         """
         if not self.data_shares:
             return range(place * self.num_microbatches, (place + 1) * self.num_microbatches)
@@ -366,7 +366,7 @@ class Program(Data):
 
     @cached_property
     def expert_mesh(self) -> dict[str, int]:
-        """Return the mesh of the ranks as mixture-of-experts layers use it, axis -> size, outermost first.
+        """Return the mesh of the ranks as mixture-of-experts layers use it, as a dict: axis -> size, outermost first.
 
         ``pp`` stays; ``edp`` (replicas of an expert), ``ep`` (different experts) and ``etp`` (ranks that share an
         expert) replace ``dp``, ``cp`` and ``tp``.
@@ -375,8 +375,8 @@ class Program(Data):
 
     @cached_property
     def hybrid_mesh(self) -> dict[str, int]:
-        """Return the sizes of the axes into which hybrid sharding splits ``dp`` and the experts' ``edp``, as axis ->
-        number of ranks.
+        """Return the sizes of the axes into which hybrid sharding splits ``dp`` and the experts' ``edp``, as a dict:
+        axis -> number of ranks.
 
         ``dp_shard`` and ``edp_shard``: ranks that ZeRO divides parameters, gradients or optimizer states over.
         ``dp_replicate`` and ``edp_replicate``: replicas of such groups.
@@ -384,7 +384,7 @@ class Program(Data):
         return hybrid_mesh(self.mesh, self.etp, self.dp_shard)
 
     def size(self, axis: str) -> int:
-        """Return the number of ranks along ``axis``; 1 for an axis of the mesh that the program does not have.
+        """Return the number of ranks along ``axis``; 1 if the program's mesh does not have this axis.
 
         ``axis``: an axis of the mesh, of the experts' mesh (``edp``, ``ep``, ``etp``) or of hybrid sharding
         (``dp_shard``, ``dp_replicate``, ``edp_shard``, ``edp_replicate``).
@@ -394,11 +394,11 @@ class Program(Data):
         return self.expert_mesh[axis] if axis in EXPERT_AXES else self.mesh.get(axis, 1)
 
     def grid(self, axes: Collection[str]) -> dict[str, int]:
-        """Return an arrangement of all ranks as a grid that has all of ``axes``: axis -> size, outermost axis first.
-        Rank numbers count along the last axis first.
+        """Return an arrangement of all ranks as a grid that has all of ``axes``, as a dict: axis -> size, outermost
+        axis first. Consecutive ranks differ in the last axis.
 
         ``axes``: axes of the mesh, of the experts' mesh (``edp``, ``ep``, ``etp``) or of hybrid sharding (``dp_shard``,
-        ``dp_replicate``, ...). Those with one rank may be missing in the result.
+        ``dp_replicate``, ...). Axes of size 1 may be missing in the result.
         """
         many = {axis for axis in axes if self.size(axis) > 1}
         return next(grid for grid in self._axis_grids if many <= grid.keys())
@@ -423,7 +423,7 @@ class Program(Data):
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """Return for each mesh axis the difference between the rank numbers of neighbours along it."""
+        """Return, for each mesh axis, the difference between the global ranks of neighbours along it."""
         strides, step = {}, 1
         for axis in reversed(AXES):
             strides[axis] = step
@@ -431,8 +431,8 @@ class Program(Data):
         return strides
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the coordinates of ``rank``, as mesh axis -> index from 0. Raise ``ValueError`` if the rank is outside
-        the mesh.
+        """Return the mesh coordinates of the global rank ``rank``, as a dict: axis -> index from 0. Raise
+        ``ValueError`` if the rank is outside the mesh.
         """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside the mesh of {self.world_size} ranks {self.mesh}")
@@ -442,7 +442,7 @@ class Program(Data):
         return sum(self.strides[axis] * coordinates.get(axis, 0) for axis in AXES)
 
     def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """Return the ranks, in ascending order, whose coordinates equal those of ``rank`` except on ``axes``.
+        """Return the global ranks, in ascending order, whose coordinates equal those of ``rank`` except on ``axes``.
 
         ``axes``: axes of the mesh, of the experts' mesh (``edp``, ``ep``, ``etp``) or of hybrid sharding (``dp_shard``,
         ``dp_replicate``, ``edp_shard``, ``edp_replicate``).
@@ -470,7 +470,7 @@ class Program(Data):
         return rank // math.prod(sizes[at + 1 :]) % sizes[at]
 
     def expert_coordinates(self, rank: int) -> dict[str, int]:
-        """Return the coordinates of ``rank`` in the experts' mesh, as axis -> index from 0.
+        """Return the coordinates of the global rank ``rank`` in the experts' mesh, as a dict: axis -> index from 0.
 
         The axes are ``pp``, ``edp`` (replicas of an expert), ``ep`` (different experts) and ``etp`` (ranks that share
         an expert).
@@ -486,21 +486,17 @@ class Program(Data):
 
 
 def hash_weights(states: dict[str, StateData]) -> str:
-    """Return a hash (hex text) of the names, shapes and types of the parameters and buffers. Constants do not count.
-
-    ``states``: name -> parameter, buffer or constant.
+    """Return a hash (hex text) of the names, shapes and dtypes of the parameters and buffers in ``states`` (name ->
+    parameter, buffer or constant). Constants do not count.
     """
     rows = [[name, s.shape, s.dtype, s.kind, s.aliases] for name, s in sorted(states.items()) if s.kind != "constant"]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
 
 
 def list_shards(program: Program, state: str, rank: int) -> tuple[Shard, ...]:
-    """Return the divisions that give the part of a parameter or buffer that ``rank`` holds, to be applied one after the
-    other: first over ``ep``, then over ``tp``. Each has the layout, the number of ranks, and the index of this rank
-    among them.
-
-    ``state``: its name. Empty if the rank holds all of it. ZeRO may divide the part further. ``program``: the program
-    of all ranks.
+    """Return how to cut the part that ``rank`` holds out of the parameter or buffer named ``state``: up to two cuts,
+    first over ``ep``, then over ``tp``. Each :class:`Shard` has the layout, the number of ranks, and the index of this
+    rank among them. Empty if the rank holds the whole tensor. A further division by ZeRO is not included.
     """
     data = program.states[state]
     cuts = (
@@ -512,10 +508,8 @@ def list_shards(program: Program, state: str, rank: int) -> tuple[Shard, ...]:
 
 
 def shard_shape(program: Program, state: str) -> tuple[int, ...]:
-    """Return the shape of the shard over ``ep`` and ``tp`` that one rank has of the parameter or buffer called
-    ``state``, before ZeRO divides it. Raise ``ValueError`` if a layout is malformed.
-
-    ``program``: the program of all ranks.
+    """Return the shape of the shard over ``ep`` and ``tp`` that one rank has of the parameter or buffer named
+    ``state``, before ZeRO divides the shard. Raise ``ValueError`` if a layout is malformed.
     """
     data = program.states[state]
     shape = data.shape
@@ -525,13 +519,13 @@ def shard_shape(program: Program, state: str) -> tuple[int, ...]:
 
 
 def list_updated_states(program: Program) -> list[str]:
-    """Return the names of the buffers whose value a step changes. ``program``: the program of all ranks."""
+    """Return the names of the buffers whose value a step of ``program`` changes."""
     return [name for name, state in program.states.items() if state.update is not None]
 
 
 def keep_first_microbatches(instructions: Instructions, program: Program, num_microbatches: int) -> Instructions:
     """Return the instructions for a rank that runs only the first ``num_microbatches`` microbatches of its pipeline
-    stage: ``instructions`` without those of later microbatches. Instructions that run once per step, such as reductions
+    stage: ``instructions`` without those of later microbatches. Instructions without a microbatch, such as reductions
     of gradients, are kept, because all ranks take part in reductions.
 
     ``instructions``: the list of the stage, for all ``program.num_microbatches`` microbatches.
@@ -564,13 +558,15 @@ class RankProgram(Data):
 
     @cached_property
     def share(self) -> range:
-        """Return the indices of the microbatches that this rank processes, counted from 0 over the global batch."""
+        """Return the indices of the microbatches that this rank processes, as a range. Microbatches are counted from 0
+        over the global batch.
+        """
         return self.program.share(self.coordinates["dp"])
 
     @cached_property
     def instructions(self) -> Instructions:
-        """Return the instructions of this rank: its own list if it has one, else the stage's list for this rank's
-        microbatches.
+        """Return the instructions of this rank. If the rank has no list of its own, they are the stage's list for this
+        rank's microbatches.
         """
         return (
             keep_first_microbatches(self.stage.instructions, self.program, len(self.share))
@@ -580,10 +576,8 @@ class RankProgram(Data):
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Return the positions of this rank's instructions in the list of its pipeline stage.
-
-        A rank with fewer microbatches than others skips instructions. Empty if all ranks have equally many
-        microbatches.
+        """Return, for each instruction of this rank, its position in the list of the pipeline stage, because a rank
+        with fewer microbatches than others skips instructions. Empty if all ranks have equally many microbatches.
         """
         kept, every = len(self.share), enumerate(self.stage.instructions if self.program.data_shares else ())
         return tuple(k for k, i in every if i.microbatch is None or i.microbatch < kept)
@@ -597,13 +591,13 @@ class RankProgram(Data):
 
     @cached_property
     def states(self) -> dict[str, Layout]:
-        """Return the names of the parameters and buffers that this rank holds, with their layout over ``tp``."""
+        """Return the parameters and buffers that this rank holds, as a dict: name -> layout over ``tp``."""
         return {name: Layout.parse(s.layout) for name, s in self.program.states.items() if self.stage_index in s.stages}
 
     def shards(self, state: str) -> tuple[Shard, ...]:
-        """Return the divisions, to be applied one after the other, that give this rank's shard of the parameter or
-        buffer named ``state``. Each has the layout, the number of ranks, and the index of this rank among them. Empty
-        if the rank holds all of it.
+        """Return how to cut this rank's shard out of the parameter or buffer named ``state``: the cuts over ``ep`` and
+        ``tp``, to be applied in this order. Each :class:`Shard` has the layout, the number of ranks, and the index of
+        this rank among them. Empty if the rank holds the whole tensor.
         """
         return list_shards(self.program, state, self.rank)
 
@@ -625,8 +619,8 @@ class RankProgram(Data):
         return all(self.program.place(self.rank, axis) == 0 for axis in same)
 
     def zero_group(self, state: str) -> tuple[int, ...]:
-        """Return the ranks among which ZeRO divides the parameter named ``state``, this rank included; only this rank
-        if it is not divided.
+        """Return the global ranks among which ZeRO divides the parameter named ``state``, this rank included; only this
+        rank if the parameter is not divided.
         """
         return self.group(*self.program.states[state].zero_axes)
 

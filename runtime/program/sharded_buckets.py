@@ -3,10 +3,10 @@ bucket's parameters.
 
 In a hierarchical reduction, a bucket is for example reduce-scattered inside each node, its shards are all-reduced
 between nodes, and the sums are all-gathered inside each node. The links between nodes then carry the gradients of a
-node once, spread over all of its ranks. A single all-reduce over all ranks is as fast only if the library does the same
-internally.
+node once, spread over all of its ranks. A single all-reduce over all ranks is as fast only if the communication library
+does the same internally.
 
-Compressed gradients are not summed by a collective, because a sum in a short type would be rounded at each addition.
+Compressed gradients are not summed by a collective, because a sum in a short dtype would be rounded at each addition.
 Instead, every rank sends each shard of its gradients, compressed, to the rank that sums that shard, and the compressed
 sums are all-gathered.
 """
@@ -36,7 +36,7 @@ class FlatShard:
     rank.
 
     ``index``: number of the piece, from 0. The piece has the elements ``[start, start + size)``. ``length``: number of
-    elements of a full piece; the last pieces may be shorter and are padded to it.
+    elements of a full piece; the last pieces may be shorter and are padded to this length.
     """
 
     numel: int
@@ -63,8 +63,9 @@ Scatter = TypeVar("Scatter")
 
 
 class ScatterQueue(Generic[Scatter]):
-    """The reduce-scatters of gradients that are in progress on one rank, oldest first; each entry describes one. All of
-    them must end before the first reduce-scatter after a later backward instruction starts, which limits memory.
+    """The reduce-scatters of gradients in progress on one rank, oldest first. The caller chooses the objects that
+    represent them. To limit memory, the first reduce-scatter after a backward instruction starts only when all earlier
+    ones have ended.
     """
 
     def __init__(self) -> None:
@@ -78,30 +79,28 @@ class ScatterQueue(Generic[Scatter]):
         return iter(self._under_way)
 
     def computed(self) -> None:
-        """Record that a backward instruction has run. The next reduce-scatter, which is of the gradients of this
-        backward, starts only after all reduce-scatters in progress have ended.
+        """Record that a backward instruction has run. The next reduce-scatter then starts only after all in progress
+        have ended.
         """
         self._computed = True
 
     def list_blocking(self) -> list[Scatter]:
-        """Return the reduce-scatters that must end before another one starts, oldest first.
-
-        They are all that are in progress if a backward instruction has run since the last one started, else none.
+        """Return the reduce-scatters that must end before another one starts, oldest first: all in progress if a
+        backward instruction has run since the last one started; otherwise none.
         """
         return [*self._under_way] if self._computed else []
 
     def begin(self, scatter: Scatter) -> None:
-        """Add ``scatter``, a reduce-scatter of gradients that starts now, to the queue. Those that
-        :meth:`list_blocking` returned must have ended; they are removed."""
+        """Add ``scatter``, a reduce-scatter of gradients that starts now. The reduce-scatters that
+        :meth:`list_blocking` returns must have ended before the call, and are removed from the queue.
+        """
         if self._computed:
             self._under_way.clear()
         self._computed = False
         self._under_way.append(scatter)
 
     def end_first(self) -> Scatter:
-        """Remove the oldest reduce-scatter of gradients in progress from the queue, because it has ended, and return
-        it.
-        """
+        """Remove the oldest reduce-scatter in progress, which has ended, from the queue, and return it."""
         return self._under_way.popleft()
 
     def __len__(self) -> int:
@@ -113,18 +112,16 @@ class ScatterQueue(Generic[Scatter]):
 
 
 def list_states_read(instruction: Instruction, stage: Stage) -> list[str]:
-    """Return the names of the parameters and buffers that the computation of ``instruction`` reads; empty if it
-    computes nothing. ``stage``: the pipeline stage whose list has the instruction.
+    """Return the names of the parameters and buffers that the computation of ``instruction`` reads; empty if the
+    instruction does not compute. ``stage``: the pipeline stage whose list contains the instruction.
     """
     return list_states_read_by(instruction, stage.calls)
 
 
 def list_states_read_by(instruction: Instruction, calls: Sequence[CallData]) -> list[str]:
-    """Return the names of the parameters and buffers that the computation of ``instruction`` reads; empty if it
-    computes nothing.
-
-    ``calls``: all block calls (such as layers) of its pipeline stage, in the order that ``instruction.calls`` refers
-    to.
+    """Return the names of the parameters and buffers that the computation of ``instruction`` reads; empty if the
+    instruction does not compute. ``calls``: all block calls (such as layers) of the instruction's pipeline stage;
+    ``instruction.calls`` is a range of positions in this list.
     """
     if instruction.op == "TOTAL_F":
         return [s for call in calls if call.prologue for s in call.states]
@@ -134,24 +131,21 @@ def list_states_read_by(instruction: Instruction, calls: Sequence[CallData]) -> 
 
 
 def zero_axes(program: Program, states: Sequence[str]) -> tuple[str, ...]:
-    """Return the mesh axes over which ZeRO shards the parameters ``states`` (names), which are gathered together; empty
-    if ZeRO does not shard them.
-
-    ``program``: the program of all ranks.
+    """Return the mesh axes over which ZeRO shards the parameters ``states`` (names), which are gathered together and
+    thus have the same axes; empty if ZeRO does not shard them. ``program``: the program of all ranks.
     """
     return program.states[states[0]].zero_axes
 
 
 def find_flat_shards(program: Program, states: Sequence[str], ranks: int, index: int) -> list[FlatShard]:
-    """Return, for each parameter named in ``states``, which elements of its flattened shard one rank holds, if ZeRO
-    cuts the shard into ``ranks`` equal pieces. ``index``: which of these pieces the rank has, from 0.
-
-    ``program``: the program of all ranks.
+    """Return, for each parameter named in ``states``, the range of elements of its flattened shard that one rank holds
+    if ZeRO cuts the shard into ``ranks`` equal pieces. ``index``: the number of the rank's piece, from 0. ``program``:
+    the program of all ranks.
     """
     return [FlatShard(math.prod(shard_shape(program, s)), ranks, index) for s in states]
 
 
-GATHERING = 1  # all-gathers of sums in flight at a time: each takes memory
+GATHERING = 1  # maximum number of all-gathers of sums in flight at a time: each takes memory
 
 Levels = Sequence[tuple[str, ...]]
 
@@ -159,10 +153,9 @@ Turn = tuple[Literal["SCATTER", "REDUCE", "GATHER"], tuple[str, ...]]
 
 
 def list_all_reduce_axes(program: Program, bucket: Bucket) -> tuple[str, ...]:
-    """Return the mesh axes over which the gradients of ``bucket`` are all-reduced: all axes of their reduction, except
-    those of a reduce-scatter. A bucket is a set of parameters whose gradients are reduced together.
-
-    ``program``: the program of all ranks.
+    """Return the mesh axes over which the gradients of ``bucket`` (parameters whose gradients are reduced together) are
+    all-reduced: all axes of their reduction, except those of its reduce-scatters. ``program``: the program of all
+    ranks.
     """
     return list_remaining_axes(bucket.axes, zero_axes(program, bucket.states), bucket.levels, program.size)
 
@@ -171,30 +164,27 @@ def list_remaining_axes(
     axes: Sequence[str], shared: Sequence[str], levels: Levels, size: Callable[[str], int]
 ) -> tuple[str, ...]:
     """Return the mesh axes of a gradient reduction that remain for an all-reduce after the reduce-scatters. Axes with
-    one rank are left out.
-
-    ``axes``: all axes of the reduction. ``shared``: axes over which ZeRO scatters. ``levels``: the axes of each step of
-    a hierarchical reduction. ``size``: gives the number of ranks of an axis. If one half of a split axis (``dp_shard``)
-    is removed, the other one (``dp_replicate``) remains.
+    one rank are left out. ``axes``: all axes of the reduction. ``shared``: axes over which ZeRO scatters. ``levels``:
+    the axes of each step of a hierarchical reduction. ``size``: function that returns the number of ranks of an axis.
+    If only one half of a split axis (``dp_shard``) is scattered, the other half (``dp_replicate``) remains.
     """
     scattered = {*shared, *(axis for level in levels for axis in level)}
     return tuple(a for a in subtract_axes(axes, scattered) if a not in scattered and size(a) > 1)
 
 
 def list_reduction_collectives(program: Program, bucket: Bucket) -> tuple[Turn, ...]:
-    """Return the collectives that reduce the gradients of ``bucket``, in order, as pairs (SCATTER, REDUCE or GATHER;
-    mesh axes). The collectives start once these gradients are computed and, under ZeRO, are reduce-scattered to shards.
-
-    ``bucket``: the parameters whose gradients are reduced together. ``program``: the program of all ranks.
+    """Return the collectives that reduce the gradients of ``bucket`` (parameters whose gradients are reduced together),
+    in order, as pairs ("SCATTER", "REDUCE" or "GATHER"; mesh axes). They start after the gradients are computed and,
+    under ZeRO, reduce-scattered. ``program``: the program of all ranks.
     """
     return list_level_collectives(bucket.levels, list_all_reduce_axes(program, bucket))
 
 
 def list_level_collectives(levels: Levels, remaining: tuple[str, ...]) -> tuple[Turn, ...]:
-    """Return the collectives of a hierarchical reduction, in order, as pairs (name, mesh axes). They are SCATTER over
-    each level, REDUCE over the axes ``remaining`` (if any), then GATHER over the levels in reverse order.
-
-    ``levels``: axes of each step."""
+    """Return the collectives of a hierarchical reduction, in order, as pairs (name, mesh axes): "SCATTER" over each of
+    ``levels`` (tuples of axes), "REDUCE" over the axes ``remaining`` (if any), then "GATHER" over the levels in reverse
+    order.
+    """
     return (
         *(("SCATTER", level) for level in levels),
         *((("REDUCE", remaining),) if remaining else ()),
@@ -203,20 +193,17 @@ def list_level_collectives(levels: Levels, remaining: tuple[str, ...]) -> tuple[
 
 
 def count_gradient_shards(program: Program, bucket: Bucket, level: int) -> int:
-    """Return the number of shards into which the gradients of ``bucket`` are scattered after the first ``level`` steps
-    of their hierarchical reduction. A bucket is a set of parameters whose gradients are reduced together.
-
-    ``program``: the program of all ranks.
+    """Return the number of shards into which the gradients of ``bucket`` (parameters whose gradients are reduced
+    together) are scattered after the first ``level`` steps of their hierarchical reduction. ``program``: the program of
+    all ranks.
     """
     return math.prod(program.size(axis) for axes in bucket.levels[:level] for axis in axes)
 
 
 def find_level_problem(program: Program, bucket: Bucket) -> str:
-    """Return why the hierarchical reduction of the gradients of ``bucket`` does not sum them exactly once, as the end
-    of an error message; empty if it does.
-
-    ``bucket``: the parameters whose gradients are reduced together, and the mesh axes of the steps of the reduction
-    (``bucket.levels``). ``program``: the program of all ranks.
+    """Return why the hierarchical reduction of the gradients of ``bucket`` would not sum them exactly once, as the end
+    of an error message; empty if the reduction is valid. ``bucket``: the parameters whose gradients are reduced
+    together, and the steps of the reduction (``bucket.levels``). ``program``: the program of all ranks.
     """
     named = [axis for level in bucket.levels for axis in level]
     shared = zero_axes(program, bucket.states)

@@ -1,11 +1,11 @@
 """Simulate one step of a program in time, from the durations of its calls and collectives.
 
-All ranks of a pipeline stage with equally many microbatches do the same, so one rank of each stage is simulated. A rank
-runs one computation at a time. Messages to other stages are sent at once, over one channel per neighbour and direction.
-All-gathers of parameters and reductions of gradients overlap with computation. They run one after another in the order
-of the list, because they share the links. While a collective and a computation overlap, each takes ``slowdown`` times
-as long (:class:`RankClock`). Waiting in a receive, in a call that reads a gathered parameter, or in TOTAL, SYNC, UPDATE
-or STEP is idle time. The optimizer's update comes after STEP.
+All ranks of a pipeline stage with equally many microbatches behave alike, so one rank of each stage is simulated. A
+rank runs one computation at a time. Messages to other stages are sent at once, over one channel per neighbour and
+direction. All-gathers of parameters and reductions of gradients overlap with computation. They run one after another in
+the order of the list, because they share the links. While a collective and a computation overlap, each takes
+``slowdown`` times as long (:class:`RankClock`). Waiting in a receive, in a call that reads a gathered parameter, or in
+TOTAL, SYNC, UPDATE or STEP is idle time. The optimizer's update comes after STEP.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from partitioner.runtime.program.sharded_buckets import (
 
 @dataclass
 class OverlappedCollective:
-    """A collective that may overlap with computation on a simulated rank. All times are in seconds.
-
-    ``ready``: time at which it may begin. ``remaining``: the duration that remains. ``started`` and ``ended``: times at
-    which it began and ended; ``None`` while the rank's clock has not reached them."""
+    """A collective that may overlap with computation on a simulated rank. All times are in seconds. ``ready``: earliest
+    time at which it may begin. ``remaining``: the part of its duration that remains. ``started`` and ``ended``: times
+    at which it began and ended; ``None`` if it has not.
+    """
 
     ready: float
     remaining: float
@@ -58,8 +58,8 @@ class RankClock:
     in_progress: deque[OverlappedCollective] = field(default_factory=deque)  # that have not ended, in order
 
     def begin(self, collective: OverlappedCollective) -> None:
-        """Add ``collective`` behind those in progress on this rank. It begins when they have ended, and no earlier than
-        the time of the clock.
+        """Add ``collective`` behind those in progress on this rank. It begins when they have ended, but not before the
+        clock's current time.
         """
         collective.ready = max(collective.ready, self.clock)
         self.in_progress.append(collective)
@@ -83,7 +83,9 @@ class RankClock:
         self.clock += work
 
     def wait(self, until: float) -> None:
-        """Advance the clock to the time ``until`` (seconds) without computation; collectives continue."""
+        """Advance the clock to the time ``until`` (seconds) without computation; collectives continue. If the clock is
+        later than ``until``, nothing happens.
+        """
         while self.in_progress and self.clock < until:
             first = self.in_progress[0]
             begin = max(self.clock, first.ready)
@@ -102,7 +104,7 @@ class RankClock:
         while collective.ended is None:
             first = self.in_progress[0]
             self.wait(max(self.clock, first.ready) + first.remaining)
-            if first.ended is None:  # nothing was left of it, but for rounding
+            if first.ended is None:  # it has ended except for a rounding error
                 self._end_first_collective()
 
     def wait_for_all(self) -> None:
@@ -110,9 +112,7 @@ class RankClock:
             self.wait_for(self.in_progress[-1])
 
     def _end_first_collective(self) -> None:
-        """Record that the oldest collective in progress ends at the clock's time, remove it, and pass it to the method
-        :meth:`handle_end`.
-        """
+        """Record that the oldest collective in progress ends now, remove it, and pass it to :meth:`handle_end`."""
         first = self.in_progress.popleft()
         first.ended, first.remaining = self.clock, 0.0
         if first.started is None:
@@ -120,8 +120,8 @@ class RankClock:
         self.handle_end(first)
 
     def handle_end(self, collective: OverlappedCollective) -> None:
-        """Process ``collective``, which has just ended on this simulated rank. Subclasses override this method; here it
-        does nothing.
+        """Do nothing; called with each ``collective`` that has just ended on this simulated rank, for subclasses to
+        override.
         """
 
 
@@ -129,20 +129,19 @@ Part = Literal["F", "B", "I", "W"]
 
 Sharing = Literal["all_gather", "reduce_scatter", "all_to_all"]
 COMPUTE = frozenset({"TOTAL_F", "F", "B", "I", "W"})
-_STEPS_TO_STEADY = 4  # consecutive steps, after which all take as long
+_STEPS_TO_STEADY = 4  # consecutive steps, after which all steps take equally long
 
 
 class Durations(Protocol):
-    """The durations, in seconds, that the simulation of a step gets from a cost model. ``stage`` arguments are indices
-    of pipeline stages.
+    """Interface of a cost model that gives durations, in seconds, to the simulation of a step. ``stage`` arguments are
+    indices of pipeline stages.
     """
 
     def call(self, stage: int, call: int, part: Part) -> float:
-        """Return the seconds of one part of a call (an execution of a block, such as a layer) on one microbatch, with
-        the collectives in its graph. Recomputation is not included.
-
-        ``call``: position in the calls of the pipeline stage ``stage``. ``part``: "F" forward, "B" backward, "I" and
-        "W" its halves for inputs and weights.
+        """Return the seconds of one part of a block call (an execution of a block, such as a layer) on one microbatch,
+        including the collectives in its graph. Recomputation is not included. ``call``: position in the calls of the
+        pipeline stage ``stage``. ``part``: "F" forward, "B" backward, "I" and "W" the halves of the backward for inputs
+        and weights.
         """
         ...
 
@@ -153,17 +152,15 @@ class Durations(Protocol):
         ...
 
     def share(self, op: Sharing, axes: tuple[str, ...], nbytes: int, stage: int) -> float:
-        """Return the seconds of an all-gather, reduce-scatter or all-to-all over mesh axes, on the ranks of the
-        pipeline stage with the index ``stage``. ``op``: kind of collective. ``axes``: the mesh axes.
-
-        ``nbytes``: for an all-gather or reduce-scatter, the bytes of the whole tensor; for an all-to-all, the sum of
-        the bytes of all ranks' tensors.
+        """Return the seconds of the collective ``op`` over the mesh axes ``axes``, on the ranks of the pipeline stage
+        with the index ``stage``. ``nbytes``: for an all-gather or reduce-scatter, the bytes of the whole tensor; for an
+        all-to-all, the sum of the bytes of all ranks' tensors.
         """
         ...
 
     def coding(self, stage: int, compression: Compression, nbytes: int) -> float:
-        """Return the seconds to compress ``nbytes`` of gradients, or to decompress them, on a rank of the pipeline
-        stage with the index ``stage``. ``compression``: the compressed format.
+        """Return the seconds to compress ``nbytes`` of gradients to the format ``compression``, or to decompress them,
+        on a rank of the pipeline stage with the index ``stage``.
         """
         ...
 
@@ -174,24 +171,22 @@ class Durations(Protocol):
         ...
 
     def all_reduce(self, axes: tuple[str, ...], nbytes: int, stages: tuple[int, ...]) -> float:
-        """Return the seconds to all-reduce ``nbytes`` over the mesh axes ``axes`` of one pipeline stage.
-
-        ``stages``: the index of this stage. If ``axes`` is empty, the all-reduce is over pipeline stages instead, and
-        ``stages`` has the indices of all of them.
+        """Return the seconds to all-reduce ``nbytes``. If ``axes`` is not empty, the all-reduce is over these mesh
+        axes, and ``stages`` has the index of the only pipeline stage. If ``axes`` is empty, the all-reduce is between
+        the pipeline stages with the indices ``stages``.
         """
         ...
 
     def posting(self, stage: int, op: str) -> float:
         """Return the seconds for which a rank cannot compute because it starts an instruction whose work then runs in
-        the background, such as a send.
-
-        ``stage``: index of the rank's pipeline stage. ``op``: kind of instruction, such as ``SEND_F``.
+        the background, such as a send. ``stage``: index of the rank's pipeline stage. ``op``: kind of instruction, such
+        as ``SEND_F``.
         """
         ...
 
     def slowdown(self, stage: int) -> float:
-        """Return the factor by which a computation and a collective of a pipeline stage (``stage``: its index, from 0)
-        each take longer while both run.
+        """Return the factor by which the durations of a computation and a collective of a pipeline stage
+        grow while both run. ``stage``: index of the stage.
         """
         ...
 
@@ -202,10 +197,8 @@ class Durations(Protocol):
 
 @dataclass(frozen=True)
 class SimulatedSpan:
-    """The time of one instruction of a simulated rank, in seconds from the start of the step.
-
-    ``index``: position in the instruction list. ``work``: the time without waiting; ``end - start - work`` is spent
-    waiting.
+    """The time of one instruction of a simulated rank, in seconds from the start of the step. ``index``: position in
+    the instruction list. ``work``: the seconds of computation; the rest of the span is spent waiting.
     """
 
     start: float
@@ -218,10 +211,8 @@ class SimulatedSpan:
 @dataclass(frozen=True)
 class Background:
     """A transfer or collective of a simulated rank that overlaps with its instructions. Times are in seconds from the
-    start of the step.
-
-    ``instruction``: the instruction that started it. ``index``: position of this instruction in the rank's list.
-    ``nbytes``: the bytes that it moves.
+    start of the step. ``instruction``: the instruction that started it. ``index``: position of this instruction in the
+    rank's list. ``nbytes``: the bytes that it moves.
     """
 
     start: float
@@ -233,11 +224,11 @@ class Background:
 
 @dataclass(frozen=True)
 class StageTimeline:
-    """The simulated step of one rank of a pipeline stage; all ranks of the stage are alike.
+    """The simulated step of one rank of a pipeline stage, which stands for all ranks of the stage.
 
     Args:
         spans: the instructions in order, with their times.
-        background: transfers and collectives that overlap with them.
+        background: transfers and collectives that overlap with the instructions.
         busy: seconds of computation.
         bubble: the share of the step without computation, from 0 to 1.
         memory: pairs (seconds from the start of the step, device bytes held from then on).
@@ -269,7 +260,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Return the share of the step in which a rank computes nothing, from 0 to 1, averaged over the pipeline
+        """Return the share of the step in which a rank does not compute, from 0 to 1, averaged over the pipeline
         stages.
         """
         return sum(s.bubble for s in self.stages) / len(self.stages)
@@ -283,15 +274,15 @@ def simulate(
     facts: ProgramFacts | None = None,
     overlap_steps: bool = False,
 ) -> Timeline:
-    """Return the simulated timeline of one step. The program must have passed the prover.
+    """Simulate one step of ``program``, which must have passed the prover, and return its timeline.
 
     Args:
         durations: the cost model: seconds of each block call (such as a layer), transfer and collective.
         extra_bytes: for each pipeline stage, bytes to add to its memory; empty for none.
-        facts: ``program`` with gradients, collectives and memory of its block calls, if they were derived before;
-            ``None``: they are derived now.
-        overlap_steps: whether a rank begins the next step as soon as it has ended its own part of this one. The times
-            of the instructions are those of the first step.
+        facts: gradients, collectives and memory of the block calls of ``program``; ``None``: derived here.
+        overlap_steps: if true, a rank begins the next step as soon as it has ended its own part of this one, and
+            ``step_time`` is the time between the ends of two steps. The times of instructions are those of the first
+            step.
     """
     facts = facts or ProgramFacts(program)
     lanes, updates = _simulate_step(facts, durations, records=True)
@@ -317,11 +308,10 @@ def simulate(
 
 
 def simulate_step_time(facts: ProgramFacts, durations: Durations, *, overlap_steps: bool = False) -> float:
-    """Return the simulated seconds of one step, without simulating memory.
-
-    ``overlap_steps``: a rank begins the next step as soon as it has ended its own part of this one; the result is then
-    the seconds between the ends of two steps. ``facts``: the program of all ranks, with the gradients, collectives and
-    memory of its block calls (such as layers). ``durations``: the cost model, which gives the seconds of instructions.
+    """Return the simulated seconds of one step, without simulating memory. ``overlap_steps``: if true, a rank begins
+    the next step as soon as it has ended its own part of this one, and the result is the time between the ends of two
+    steps. ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls (such as
+    layers). ``durations``: the cost model, which gives the seconds of instructions.
     """
     return _find_step_time(facts, durations, *_simulate_step(facts, durations), overlap_steps)
 
@@ -329,9 +319,9 @@ def simulate_step_time(facts: ProgramFacts, durations: Durations, *, overlap_ste
 def _simulate_step(
     facts: ProgramFacts, durations: Durations, records: bool = False
 ) -> tuple[list[_SimulatedRank], list[float]]:
-    """Simulate one step of the program in ``facts``, with the seconds that ``durations`` gives. Return two lists over
-    the pipeline stages: the simulated rank after its last instruction, and the seconds of the optimizer's update.
-    ``records``: whether the simulated ranks record the times of their instructions.
+    """Simulate one step of the program in ``facts``, with the durations that the cost model ``durations`` gives. Return
+    two lists over the pipeline stages: the simulated rank after its last instruction, and the seconds of the
+    optimizer's update. ``records``: whether the simulated ranks record the times of their instructions.
     """
     stages = range(len(facts.program.stages))
     lanes = [_make_simulated_rank(facts, durations, s, records) for s in stages]
@@ -348,12 +338,12 @@ def _find_step_time(
     updates: Sequence[float],
     overlap_steps: bool,
 ) -> float:
-    """Return the seconds of a step: until the last optimizer update has ended or, with ``overlap_steps`` (a rank begins
-    the next step as soon as it has ended its own part of this one), between the ends of two steps.
-
-    ``lanes``: the simulated rank of each pipeline stage, at the end of its instructions. ``updates``: seconds of each
-    stage's optimizer update. ``facts``: the program of all ranks, with the gradients, collectives and memory of its
-    block calls (such as layers). ``durations``: the cost model, which gives the seconds of instructions.
+    """Return the seconds of a step. If ``overlap_steps`` is true, a rank begins the next step as soon as it has ended
+    its own part of this one, and the result is the time between the ends of two steps; otherwise it is the time until
+    the last optimizer update has ended. ``lanes``: the simulated rank of each pipeline stage after its last
+    instruction. ``updates``: seconds of each stage's optimizer update. ``facts``: the program of all ranks, with the
+    gradients, collectives and memory of its block calls (such as layers). ``durations``: the cost model, which gives
+    the seconds of instructions.
     """
     if overlap_steps:
         return _steady_seconds(facts, durations, updates)
@@ -362,8 +352,9 @@ def _find_step_time(
 
 def _make_simulated_rank(facts: ProgramFacts, durations: Durations, stage: int, records: bool) -> _SimulatedRank:
     """Return the simulated rank of the pipeline stage ``stage`` (an index) before its first instruction. ``records``:
-    whether it records the times of its instructions. Only then, or if data are offloaded, its instructions are used one
-    by one; else their forms, without microbatches, are enough."""
+    whether it records the times of its instructions. If it records them or data are offloaded, it gets the full
+    instruction list; otherwise only the distinct instructions, up to the microbatch number, and their order.
+    """
     slowdown, listed = durations.slowdown(stage), facts.program.stages[stage].instructions
     forms = None if records else facts.forms(stage)
     if forms is None or any(i.op in ("OFFLOAD", "FETCH") for i in forms.firsts):
@@ -372,10 +363,8 @@ def _make_simulated_rank(facts: ProgramFacts, durations: Durations, stage: int, 
 
 
 def _steady_seconds(facts: ProgramFacts, durations: Durations, updates: Sequence[float]) -> float:
-    """Return the simulated seconds that one training step takes after several steps: the time between the ends of two
-    consecutive steps.
-
-    ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls (such as layers).
+    """Return the simulated seconds between the ends of two consecutive training steps, after several steps. ``facts``:
+    the program of all ranks, with the gradients, collectives and memory of its block calls (such as layers).
     ``durations``: the cost model, which gives the seconds of instructions. ``updates``: seconds of the optimizer
     update, for each pipeline stage.
     """
@@ -395,10 +384,9 @@ def _steady_seconds(facts: ProgramFacts, durations: Durations, updates: Sequence
 
 def _trace_memory(facts: ProgramFacts, lane: _SimulatedRank, extra: int) -> tuple[tuple[tuple[float, int], ...], int]:
     """Return the device memory of the simulated rank ``lane`` over time, as pairs (seconds, bytes), and its peak bytes.
-
-    Each instruction gives two pairs: its peak at its start, and what is held at its end. ``extra``: bytes added to each
-    number. ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls (such as
-    layers).
+    Each instruction gives two pairs: the peak bytes at its start, and the bytes held at its end. ``extra``: bytes added
+    to each number. ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls
+    (such as layers).
     """
     points: list[tuple[float, int]] = []
     peak = extra
@@ -421,43 +409,39 @@ class _InstructionJob(OverlappedCollective):
 
 @dataclass
 class _SimulatedRank(RankClock):
-    """The simulated rank of one pipeline stage. ``instructions``: its list; ``position``: that of its next instruction.
-    ``order``: if the microbatches of instructions do not matter, the list as indices of ``instructions``, which then
-    has only distinct ones; otherwise ``None``.
+    """The simulated rank of one pipeline stage. A bucket is a set of parameters that are gathered or reduced together.
 
-    The other fields are the collectives and copies in progress, and what has run so far. A bucket is a set of
-    parameters that are gathered or reduced together. ``gathered``: index of a bucket -> the all-gather of its
-    parameters, until a computation has waited for it. ``scattered``: index of a bucket -> the collective of its
-    gradients that was started last. ``summed``: the final all-gather of a hierarchical reduction that was started last;
-    ``None``: there was none. ``scattering``: the reduce-scatters over ZeRO axes in progress. ``offload_until``,
-    ``fetch_until``: the times until which copies to and from host memory are in progress. ``offloaded_at``: (position
-    of a call, microbatch) -> time at which its activations are back on the device. ``fetched_at``: name of a parameter
-    -> time at which its copy is on the device. ``records``: whether the following two are recorded. ``spans``: the
-    times of its instructions so far. ``background``: the times of its transfers and collectives so far.
-    ``background_until``: the time at which the last of these ends. ``began``: time at which the current instruction
-    began, if it has waited already; otherwise ``None``.
+    Args:
+        instructions: the rank's instruction list; if ``order`` is given, only its distinct instructions.
+        order: the instruction list as indices of ``instructions``, if microbatch numbers do not matter; otherwise
+            ``None``.
+        position: position of the next instruction in the list.
+        gathered: index of a bucket -> the all-gather of its parameters, until a computation has waited for it.
+        scattered: index of a bucket -> the collective of its gradients that was started last.
+        summed: the final all-gather of a hierarchical reduction that was started last; ``None`` before the first.
+        scattering: the reduce-scatters over ZeRO axes in progress.
+        offload_until, fetch_until: times until which copies to and from host memory are in progress.
+        offloaded_at: (position of a call, microbatch) -> time at which its activations are back on the device.
+        fetched_at: name of a parameter -> time at which its copy is on the device.
+        records: whether ``spans`` and ``background`` are recorded.
+        spans: the times of the instructions so far.
+        background: the times of the transfers and collectives so far.
+        background_until: the time at which the last transfer or collective ends.
+        began: time at which the current instruction began, if it has waited already; otherwise ``None``.
     """
 
     stage: int = 0
     instructions: tuple[Instruction, ...] = ()
     order: tuple[int, ...] | None = None
     position: int = 0
-    gathered: dict[int, _InstructionJob] = field(
-        default_factory=dict
-    )  # bucket -> its gather, until it has been waited for
-    scattered: dict[int, _InstructionJob] = field(
-        default_factory=dict
-    )  # bucket -> the last that reduces it, of what began
-    summed: _InstructionJob | None = (
-        None  # the gather that makes the last bucket whole, of those reduced level by level
-    )
+    gathered: dict[int, _InstructionJob] = field(default_factory=dict)
+    scattered: dict[int, _InstructionJob] = field(default_factory=dict)
+    summed: _InstructionJob | None = None
     scattering: ScatterQueue[_InstructionJob] = field(default_factory=lambda: ScatterQueue())
-    offload_until: float = 0.0  # until when what goes to host memory keeps the way there busy
-    fetch_until: float = 0.0  # the same for what comes back
-    offloaded_at: dict[tuple[int, int | None], float] = field(
-        default_factory=dict
-    )  # (call, microbatch) -> when it is there
-    fetched_at: dict[str, float] = field(default_factory=dict)  # state -> when it is there, until it was waited for
+    offload_until: float = 0.0
+    fetch_until: float = 0.0
+    offloaded_at: dict[tuple[int, int | None], float] = field(default_factory=dict)
+    fetched_at: dict[str, float] = field(default_factory=dict)
     records: bool = False
     spans: list[SimulatedSpan] = field(default_factory=list)
     background: list[Background] = field(default_factory=list)
@@ -469,20 +453,22 @@ class _SimulatedRank(RankClock):
         return len(self.instructions if self.order is None else self.order)
 
     def get_instruction(self, position: int) -> Instruction:
-        """Return the instruction at ``position`` in the list. Its microbatch may be another one if this simulated rank
-        has only the forms of its instructions."""
+        """Return the instruction at ``position`` in the list. Its microbatch number may be wrong if this simulated rank
+        stores only distinct instructions.
+        """
         return self.instructions[position if self.order is None else self.order[position]]
 
     def keep_background(self, start: float, end: float, index: int, instruction: Instruction, nbytes: int) -> None:
-        """Note that a transfer or collective of this simulated rank runs from ``start`` to ``end`` (seconds).
-        ``index``: position of ``instruction``, which starts it. ``nbytes``: the bytes that it moves."""
+        """Record that a transfer or collective of this simulated rank runs from ``start`` to ``end`` (seconds).
+        ``index``: position of ``instruction``, which starts it. ``nbytes``: the bytes that it moves.
+        """
         self.background_until = max(self.background_until, end)
         if self.records:
             self.background.append(Background(start, end, index, instruction, nbytes))
 
     def spend_time(self, start: float, work: float, wait_for: Iterable[OverlappedCollective] = ()) -> None:
-        """Finish the current instruction of this simulated rank: wait until the time ``start`` (seconds) and for the
-        collectives ``wait_for``, then compute for ``work`` seconds. Record its times, and go on to the next
+        """Run the current instruction of this simulated rank: wait until the time ``start`` (seconds) and for the
+        collectives ``wait_for``, then compute for ``work`` seconds. Record its times, and advance to the next
         instruction.
         """
         began, self.began = self.clock if self.began is None else self.began, None
@@ -497,10 +483,8 @@ class _SimulatedRank(RankClock):
         self.position += 1
 
     def post_collective(self, index: int, seconds: float, nbytes: int, ready: float = 0.0) -> _InstructionJob:
-        """Start the collective of the instruction at position ``index``, and return it.
-
-        ``seconds``: its duration. ``nbytes``: its size, for reports. ``ready``: time (seconds) before which it cannot
-        begin.
+        """Start the collective of the instruction at position ``index``, and return the collective. ``seconds``: its
+        duration. ``nbytes``: its size, for reports. ``ready``: time (seconds) before which it cannot begin.
         """
         instruction = self.get_instruction(index)
         job = _InstructionJob(ready, seconds, index=index, instruction=instruction, nbytes=nbytes)
@@ -521,9 +505,11 @@ class _SimulatedRank(RankClock):
 
 @dataclass(frozen=True)
 class _QuickStep:
-    """What is needed to run an instruction of a simulated rank, whatever its microbatch. ``kind``: what it does.
-    ``seconds``: its duration, or that of its transfer. ``arrivals``: the times at which messages of its ``channel``
-    (sender, receiver, direction) arrive, if it sends or receives. ``is_backward``: whether it is a backward."""
+    """Precomputed data to run an instruction of a simulated rank, for any microbatch. ``kind``: what the instruction
+    does. ``seconds``: duration of its computation or transfer. ``channel``: (sending stage, receiving stage,
+    direction), if it sends or receives. ``arrivals``: arrival times of the messages of this channel. ``is_backward``:
+    whether it is a backward.
+    """
 
     kind: Literal["none", "compute", "send", "receive"]
     seconds: float = 0.0
@@ -533,14 +519,13 @@ class _QuickStep:
 
 
 class _Simulation:
-    """Simulates the instruction lists of all pipeline stages together, with the messages between them. ``lanes``: the
-    simulated rank of each stage, whose clocks and recorded times are updated.
-    """
+    """Simulates the instruction lists of all pipeline stages together, with the messages between them."""
 
     def __init__(self, facts: ProgramFacts, durations: Durations, lanes: Sequence[_SimulatedRank]) -> None:
-        """Start with no message between stages. ``lanes``: the simulated rank of each pipeline stage, in order.
-        ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls (such as
-        layers). ``durations``: the cost model, which gives the seconds of instructions.
+        """Start without messages between stages. ``lanes``: the simulated rank of each pipeline stage, in order; their
+        clocks and recorded times are updated. ``facts``: the program of all ranks, with the gradients, collectives and
+        memory of its block calls (such as layers). ``durations``: the cost model, which gives the seconds of
+        instructions.
         """
         self.facts = facts
         self.program = facts.program
@@ -550,10 +535,12 @@ class _Simulation:
         self.computed: dict[tuple[int, str, tuple[int, int] | None], float] = {}
         self.arrivals: dict[tuple[int, int, str], deque[float]] = {}
         self.busy_until: dict[tuple[int, int, str], float] = {}
-        self.meetings: dict[tuple[str, ...], dict[int, float]] = {}  # states to sync -> stage -> when it came
+        self.meetings: dict[tuple[str, ...], dict[int, float]] = {}  # states to sync -> stage -> arrival time
 
     def run_lanes(self) -> None:
-        """Run the instructions of all simulated ranks to their end, each as far as it need not wait for another."""
+        """Run the instructions of all simulated ranks to their end. In turn, each rank runs until it must wait for
+        another one.
+        """
         quick = {lane.stage: self.list_quick_steps(lane) for lane in self.lanes if lane.order is not None}
         moved = True
         while moved:
@@ -570,13 +557,15 @@ class _Simulation:
             assert lane.position == lane.num_instructions, f"stage {lane.stage} is stuck: prove the program first"
 
     def list_quick_steps(self, lane: _SimulatedRank) -> list[_QuickStep | None]:
-        """Return, for each distinct instruction of the rank ``lane``, what is needed to run it quickly; ``None`` if it
-        is not one of the frequent, simple kinds."""
+        """Return, for each distinct instruction of the rank ``lane``, precomputed data to run it quickly; ``None`` if
+        the instruction is not of a frequent, simple kind.
+        """
         return [self.find_quick_step(lane, i) for i in lane.instructions]
 
     def find_quick_step(self, lane: _SimulatedRank, i: Instruction) -> _QuickStep | None:
-        """Return what is needed to run the instruction ``i`` of the rank ``lane`` quickly; ``None`` if it is no
-        computation, transfer, LOAD or FREE, or if it takes time to start."""
+        """Return precomputed data to run the instruction ``i`` of the rank ``lane`` quickly. Return ``None`` if ``i``
+        is not a computation, transfer, LOAD or FREE, or if it is not a computation and takes time to start.
+        """
         if i.op in COMPUTE:
             return _QuickStep("compute", self.compute_seconds(lane.stage, i), is_backward=i.op in BACKWARD)
         if self.durations.posting(lane.stage, i.op):
@@ -595,8 +584,10 @@ class _Simulation:
         return None
 
     def run_quick_steps(self, lane: _SimulatedRank, order: Sequence[int], steps: Sequence[_QuickStep | None]) -> None:
-        """Run the next instructions of the rank ``lane``, until one must wait for another rank. The times are those of
-        :meth:`run_next_instruction`. ``order``: the instructions of the rank, as indices of ``steps``."""
+        """Run the next instructions of the rank ``lane`` until one must wait for another rank. The times are those of
+        :meth:`run_next_instruction`. ``order``: the instruction list of the rank, as indices of ``steps``. ``steps``:
+        precomputed data of each distinct instruction; ``None`` if it is not of a simple kind.
+        """
         position, stop, busy_until = lane.position, len(order), self.busy_until
         while position < stop:
             step = steps[order[position]]
@@ -621,8 +612,9 @@ class _Simulation:
         lane.position = position
 
     def run_next_instruction(self, lane: _SimulatedRank) -> bool:
-        """Run the next instruction of the rank ``lane``, and return ``True``. If it must wait for another rank first,
-        run nothing and return ``False``."""
+        """Run the next instruction of the rank ``lane``, and return ``True``. If the instruction must wait for another
+        rank first, run nothing and return ``False``.
+        """
         i = lane.get_instruction(lane.position)
         match i.op:
             case "F" | "B" | "I" | "W" | "TOTAL_F":
@@ -665,7 +657,7 @@ class _Simulation:
 
     def compute_seconds(self, stage: int, i: Instruction) -> float:
         """Return the seconds of the computation of the instruction ``i`` on the pipeline stage ``stage`` (an index).
-        They are the same for all microbatches, and so are computed once and stored.
+        They are the same for all microbatches, so they are cached.
         """
         key = stage, i.op, i.calls
         if key not in self.computed:
@@ -673,8 +665,8 @@ class _Simulation:
         return self.computed[key]
 
     def _sum_call_seconds(self, stage: int, i: Instruction) -> float:
-        """Return the seconds of all calls of blocks that the instruction ``i`` runs on the pipeline stage with the
-        index ``stage``, including recomputation.
+        """Return the seconds of all block calls (such as layers) that the instruction ``i`` runs on the pipeline stage
+        with the index ``stage``, including recomputation.
         """
         calls = self.facts.stages[stage]
         if i.op == "TOTAL_F":
@@ -693,7 +685,7 @@ class _Simulation:
 
     def send_values(self, lane: _SimulatedRank, i: Instruction) -> None:
         """Start the transfer of the instruction ``i`` (SEND_F or SEND_B) of the simulated rank ``lane`` when its
-        channel is idle, and store the time at which it arrives.
+        channel is idle, and store the time at which the message arrives.
         """
         assert i.peer is not None
         channel = lane.stage, i.peer, i.op[-1]
@@ -706,8 +698,8 @@ class _Simulation:
         lane.spend_time(lane.clock, self.durations.posting(lane.stage, i.op))
 
     def start_reduction_turn(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the collective of the instruction ``i``, one step of the reduction of a set of gradients, on the
-        simulated rank ``lane``. It begins after the step before.
+        """Start the collective of the instruction ``i``, one step of the reduction of a gradient bucket, on the
+        simulated rank ``lane``. It begins after the bucket's previous step has ended.
         """
         assert i.bucket is not None
         bucket = self.program.stages[lane.stage].buckets[i.bucket]
@@ -731,10 +723,9 @@ class _Simulation:
         lane.summed = lane.scattered[i.bucket] if last else lane.summed
 
     def time_exchange(self, bucket: Bucket, axes: tuple[str, ...], nbytes: int, stage: int) -> tuple[float, float]:
-        """Return two durations in seconds: to exchange compressed gradients among ranks, and to all-gather their sums.
-
-        ``bucket``: the set of parameters whose gradients are exchanged together. ``axes``: mesh axes of the ranks that
-        exchange. ``nbytes``: uncompressed bytes on one rank. ``stage``: index of the pipeline stage.
+        """Return two durations in seconds: of the all-to-all of compressed gradients among ranks, and of the all-gather
+        of their sums. ``bucket``: the set of parameters whose gradients are exchanged together. ``axes``: mesh axes of
+        these ranks. ``nbytes``: uncompressed bytes on one rank. ``stage``: index of the pipeline stage.
         """
         wire = int(nbytes * self.facts.wire_share(bucket))
         ranks = math.prod(map(self.program.size, axes))
@@ -742,8 +733,8 @@ class _Simulation:
         return exchanged, self.durations.share("all_gather", axes, wire, stage)
 
     def start_gather(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the all-gather of parameters of the instruction ``i`` on the simulated rank ``lane``, not before
-        parameters that are copied from host memory have arrived.
+        """Start the all-gather of parameters of the instruction ``i`` on the simulated rank ``lane``. If some of the
+        parameters are copied from host memory, it begins after these copies.
         """
         assert i.bucket is not None
         states = self.program.stages[lane.stage].buckets[i.bucket].states
@@ -752,8 +743,8 @@ class _Simulation:
         lane.spend_time(lane.clock, 0.0)
 
     def start_scatter(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the reduce-scatter of gradients of the instruction ``i`` on the simulated rank ``lane``, after those of
-        earlier backward instructions have ended.
+        """Start the reduce-scatter of gradients of the instruction ``i`` on the simulated rank ``lane``, after the
+        reduce-scatters of earlier backward instructions have ended.
         """
         assert i.bucket is not None
         bucket, coding = self.program.stages[lane.stage].buckets[i.bucket], 0.0
@@ -767,8 +758,8 @@ class _Simulation:
         lane.scattering.begin(job)
 
     def time_sharing(self, lane: _SimulatedRank, i: Instruction, op: Sharing) -> tuple[float, int]:
-        """Return the seconds and the bytes of the collective ``op`` of parameters or gradients that the instruction
-        ``i`` of the simulated rank ``lane`` runs over ZeRO axes.
+        """Return the seconds and the bytes of the collective over ZeRO axes that the instruction ``i`` of the simulated
+        rank ``lane`` runs. ``op``: all-gather of parameters or reduce-scatter of gradients.
         """
         assert i.bucket is not None
         states = self.program.stages[lane.stage].buckets[i.bucket].states
@@ -778,7 +769,7 @@ class _Simulation:
 
     def await_parameters(self, lane: _SimulatedRank, i: Instruction) -> tuple[float, float, list[_InstructionJob]]:
         """Return three values for the computation of the instruction ``i`` of the simulated rank ``lane``: the time
-        (seconds) at which the data that it needs from host memory has arrived, the computation's own duration in
+        (seconds) at which the data that it needs from host memory have arrived, the computation's own duration in
         seconds, and the all-gathers in progress of the parameters that it reads.
         """
         there = [
@@ -802,15 +793,15 @@ class _Simulation:
         nbytes, needed = self.count_kept_bytes(lane, i), list[OverlappedCollective]()
         if i.states:
             nbytes, needed = sum(map(self.facts.gradient_piece_bytes, i.states)), [*lane.in_progress]
-        # what was kept before has left by then, so that no more memory is taken
+        # the activations offloaded before have left the device by then, so memory does not grow
         lane.spend_time(lane.clock if i.states else lane.offload_until, 0.0, needed)
         start = max(lane.clock, lane.offload_until)
         lane.offload_until = start + self.durations.host(lane.stage, nbytes)
         lane.keep_background(start, lane.offload_until, lane.position - 1, i, nbytes)
 
     def start_fetch(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the copy of activations or parameters from host memory that the FETCH instruction ``i`` of the
-        simulated rank ``lane`` describes, after earlier copies.
+        """Start the copy of activations or parameters from host memory for the FETCH instruction ``i`` of the simulated
+        rank ``lane``, after earlier copies have ended.
         """
         nbytes = sum(map(self.facts.piece_bytes, i.states)) if i.states else self.count_kept_bytes(lane, i)
         start = max(lane.clock, lane.fetch_until)
@@ -829,8 +820,8 @@ class _Simulation:
         return sum(map(self.facts.moved_bytes, calls))
 
     def meet_stages(self, lane: _SimulatedRank, i: Instruction) -> bool:
-        """Run the instruction ``i`` of the simulated rank ``lane``, in which several pipeline stages sum gradients
-        (SYNC) or update buffers (UPDATE) together. Return ``True`` if all these stages have arrived at it; otherwise
+        """Run the instruction ``i`` of the simulated rank ``lane``, in which several pipeline stages together sum
+        gradients (SYNC) or update buffers (UPDATE). Return ``True`` if all these stages have arrived at it; otherwise
         return ``False``, and ``lane`` must wait.
 
         A stage arrives at SYNC when its collectives in progress for the same gradients have ended. When the last stage

@@ -12,10 +12,8 @@ from partitioner.runtime.program.program import Program, Stage, StateData, shard
 
 
 def list_host_states(program: Program, stage: int) -> frozenset[str]:
-    """Return the names of the parameters of the pipeline stage ``stage`` (an index) whose values are in host memory:
-    either the program offloads parameters, or the optimizer runs on the host and updates them there.
-
-    ``program``: the program of all ranks.
+    """Return the names of the parameters of the pipeline stage ``stage`` (an index) whose values are in host memory,
+    because ``program`` offloads parameters, or runs the optimizer on the host.
     """
     if not {"parameters", "optimizer"}.intersection(program.offload):
         return frozenset()
@@ -25,11 +23,9 @@ def list_host_states(program: Program, stage: int) -> frozenset[str]:
 
 
 def is_in_host_memory(state: StateData, offload: Sequence[str], train: bool) -> bool:
-    """Return whether the values of ``state`` are in host memory, because it is a parameter and parameters or the
-    optimizer are offloaded.
-
-    ``offload``: what the plan's program offloads, such as ``"parameters"`` or ``"optimizer"``. ``train``: whether the
-    program is for training; without training, an offloaded optimizer moves nothing.
+    """Return whether the values of ``state`` are in host memory: it is a parameter, and parameters or the optimizer are
+    offloaded. ``offload``: the kinds of data that the program offloads, such as ``"parameters"`` or ``"optimizer"``.
+    ``train``: whether the program is for training; without training, offloading the optimizer moves nothing.
     """
     if state.kind != "parameter":
         return False
@@ -47,19 +43,16 @@ def list_staying_values(stage: Stage) -> frozenset[str]:
 
 
 def state_bytes(program: Program, state: str) -> int:
-    """Return the bytes of the shard over ``ep`` and ``tp`` that one rank has of a parameter or buffer, before ZeRO
-    divides it. ``state``: its name.
-
-    ``program``: the program of all ranks.
+    """Return the bytes of one rank's shard (over ``ep`` and ``tp``) of the parameter or buffer named ``state``, before
+    ZeRO divides the shard. ``program``: the program of all ranks.
     """
     return math.prod(shard_shape(program, state)) * get_dtype_itemsize(program.states[state].dtype)
 
 
 def gradient_bytes(program: Program, state: str) -> int:
-    """Return the bytes of the gradient of one rank's shard over ``ep`` and ``tp`` of a parameter, before ZeRO divides
-    it. Gradients have the type in which they are summed, which may be wider than the parameter's.
-
-    ``state``: its name. ``program``: the program of all ranks.
+    """Return the bytes of the gradient of one rank's shard (over ``ep`` and ``tp``) of the parameter named ``state``,
+    before ZeRO divides the gradient. Gradients have the dtype in which they are summed, which may be wider than the
+    parameter's. ``program``: the program of all ranks.
     """
     return math.prod(shard_shape(program, state)) * get_dtype_itemsize(sum_type(program.states[state].dtype))
 
@@ -78,10 +71,9 @@ class StateSizes(NamedTuple):
 
 
 def state_sizes(program: Program, state: str) -> StateSizes:
-    """Return the bytes that a parameter or buffer and its gradient take on one rank. ``state``: its name.
-
-    With ZeRO, only this rank's part of the flattened shard counts, padding included; without, the whole shard.
-    ``program``: the program of all ranks.
+    """Return the bytes that the parameter or buffer named ``state`` and its gradient take on one rank: of the rank's
+    whole shard over ``ep`` and ``tp``, and of the piece of the shard that ZeRO leaves on the rank. ``program``: the
+    program of all ranks.
     """
     part, gradient = state_bytes(program, state), gradient_bytes(program, state)
     ranks = math.prod(program.size(a) for a in program.states[state].zero_axes)

@@ -32,7 +32,7 @@ class StageInterpreter:
     """Checks the instructions of one rank one after the other, without tensors, and raises :class:`Refusal` at the
     first invalid one.
 
-    Each kind of instruction has a method with its name in lower case. ``trace`` has the communication events so far, as
+    Each kind of instruction has a method with its name in lower case. ``trace``: the communication events so far, as
     pairs (instruction index, event).
     """
 
@@ -81,11 +81,10 @@ class StageInterpreter:
     # --- values -----------------------------------------------------------------------------------------------------
 
     def make_value(self, value: str, microbatch: int | None, again: bool = False) -> None:
-        """Record that a value, a tensor that passes between block calls (such as layers), exists from now on.
-
-        ``value``: its name. ``microbatch``: its index; ``None`` for a total (a sum over the global batch), which has
-        none. Raise :class:`Refusal` if it exists already, or existed and was freed; with ``again``, a freed value may
-        be made again.
+        """Record that a value (a tensor that passes between block calls, such as layers) exists from now on. ``value``:
+        its name. ``microbatch``: its index; ``None`` for a total (a sum over the global batch), which has no
+        microbatch. Raise :class:`Refusal` if the value exists already or was freed before; if ``again`` is true, a
+        freed value may be created again.
         """
         place = value, microbatch
         if place in self.alive or (place in self.freed and not again):
@@ -104,9 +103,9 @@ class StageInterpreter:
         return (value, None) if value in self.of_prologue else (value, microbatch)
 
     def read_value(self, value: str, microbatch: int | None) -> None:
-        """Raise :class:`Refusal` unless the value ``value`` (a tensor that passes between block calls, such as layers)
-        of ``microbatch`` exists now. ``microbatch``: its index; ``None`` for a total (a sum over the global batch),
-        which has none.
+        """Raise :class:`Refusal` unless the value named ``value`` (a tensor that passes between block calls, such as
+        layers) of ``microbatch`` exists now. ``microbatch``: its index; ignored for a total (a sum over the global
+        batch), which has no microbatch.
         """
         place = self.find_place(value, microbatch)
         if place not in self.alive:
@@ -121,9 +120,7 @@ class StageInterpreter:
 
     def load(self, i: Instruction) -> None:
         """Check the LOAD instruction ``i``, which slices inputs of the batch for a microbatch, and record that the
-        slices exist from now on.
-
-        Raise :class:`Refusal` if one of its values is no input of the batch.
+        slices exist from now on. Raise :class:`Refusal` if one of its values is not an input of the batch.
         """
         for value in i.values:
             if value not in self.is_input:
@@ -133,8 +130,7 @@ class StageInterpreter:
             self.make_value(value, i.microbatch, again=True)
 
     def free(self, i: Instruction) -> None:
-        """Check a FREE instruction ``i`` of values, gradients or parameters, and record that they are gone.
-
+        """Check a FREE instruction ``i`` of values, gradients or parameters, and record that they no longer exist.
         Raise :class:`Refusal` if one of them does not exist, or if a gradient was not used.
         """
         if i.bucket is not None:
@@ -169,10 +165,8 @@ class StageInterpreter:
 
     def total_f(self, i: Instruction) -> None:
         """Check the TOTAL_F instruction ``i``, and record that its microbatch is added to the totals (sums over the
-        batch that forward needs).
-
-        Raise :class:`Refusal` if the microbatch was added before, if the totals are already complete, or if a tensor
-        that is read does not exist.
+        batch that forward needs). Raise :class:`Refusal` if the microbatch was added before, if the totals are already
+        complete, or if a tensor that the instruction reads does not exist.
         """
         assert i.microbatch is not None
         if not self.of_prologue:
@@ -198,7 +192,7 @@ class StageInterpreter:
 
     def agree_on_totals(self, i: Instruction) -> None:
         """Raise :class:`Refusal` unless ``i`` names the same totals (sums over the batch) as earlier instructions, and
-        the calls of blocks (pieces of the model) that run before the pipeline compute all of them.
+        prologue calls (block calls, such as layers, that run before the pipeline starts) compute all of these totals.
         """
         if self.totals is None:
             self.totals = i.values
@@ -208,10 +202,9 @@ class StageInterpreter:
             )
 
     def total(self, i: Instruction) -> None:
-        """Check the TOTAL instruction ``i``, which all-reduces the totals (sums over the batch), and record the
-        collective, and that the totals exist from now on.
-
-        Raise :class:`Refusal` if a microbatch was not added to them, or if the axes of the all-reduce are wrong.
+        """Check the TOTAL instruction ``i``, which all-reduces the totals (sums over the batch). Record the collective,
+        and that the totals exist from now on. Raise :class:`Refusal` if a microbatch was not added to the totals, or if
+        the axes of the all-reduce are wrong.
         """
         if self.total_at is not None:
             raise Refusal(
@@ -236,10 +229,8 @@ class StageInterpreter:
 
     def f(self, i: Instruction) -> None:
         """Check a forward instruction ``i``. Record that the tensors which it computes exist from now on, and the
-        collectives in the graphs that it runs.
-
-        Raise :class:`Refusal` if one of its calls (executions of blocks, such as layers) has run before on the
-        microbatch, or if a tensor that it reads does not exist.
+        collectives in its graphs. Raise :class:`Refusal` if one of its block calls (executions of blocks, such as
+        layers) has already run on the microbatch, or if a tensor that the instruction reads does not exist.
         """
         assert i.calls is not None
         assert i.microbatch is not None
@@ -263,9 +254,8 @@ class StageInterpreter:
 
     def b(self, i: Instruction) -> None:
         """Check a backward instruction ``i``. Record which gradients of values it uses, to which gradients of values
-        and parameters it adds, and the collectives in the graphs that it runs.
-
-        Raise :class:`Refusal` if forward has not run, if the backward has run before, or if a gradient is incomplete.
+        and parameters it adds, and the collectives in its graphs. Raise :class:`Refusal` if forward has not run, if the
+        backward has already run, or if a gradient that it uses is incomplete.
         """
         for position, microbatch in self.backward_runs(i):
             self.take_gradients(position, microbatch)
@@ -275,10 +265,10 @@ class StageInterpreter:
             self.backward.add((position, microbatch))
 
     def i(self, i: Instruction) -> None:
-        """Check the instruction ``i`` that runs the half of a backward for gradients of inputs. Record which gradients
-        of values it uses, to which it adds, and the collectives in the graphs that it runs.
-
-        Raise :class:`Refusal` if forward has not run, if the backward has run before, or if a gradient is incomplete.
+        """Check the instruction ``i``, which runs the half of a backward for gradients of inputs. Record which
+        gradients of values it uses, to which gradients it adds, and the collectives in its graphs. Raise
+        :class:`Refusal` if forward has not run, if the backward has already run, or if a gradient that it uses is
+        incomplete.
         """
         for position, microbatch in self.backward_runs(i):
             self.take_gradients(position, microbatch)
@@ -287,10 +277,9 @@ class StageInterpreter:
             self.halfway.add((position, microbatch))
 
     def w(self, i: Instruction) -> None:
-        """Check the instruction ``i`` that runs the half of a backward for gradients of parameters. Record to which
-        gradients it adds, and the collectives in the graphs that it runs.
-
-        Raise :class:`Refusal` unless the half for gradients of inputs has run before.
+        """Check the instruction ``i``, which runs the half of a backward for gradients of parameters. Record to which
+        gradients it adds, and the collectives in its graphs. Raise :class:`Refusal` if the half for gradients of inputs
+        has not run, or if a parameter that the instruction reads is not on the device.
         """
         for position, microbatch in self.backward_runs(i, after_inputs=True):
             self.add_state_gradients(position, microbatch)
@@ -299,11 +288,10 @@ class StageInterpreter:
             self.backward.add((position, microbatch))
 
     def backward_runs(self, i: Instruction, after_inputs: bool = False) -> list[tuple[int, int]]:
-        """Return the pairs (call position, microbatch) whose backward the instruction ``i`` runs, last call first. A
-        call is one execution of a block, such as a layer; its position is that on the pipeline stage.
-
-        ``after_inputs``: whether the instruction runs the half of the backward for parameters, which must follow the
-        half for inputs. Raise :class:`Refusal` if forward has not run, or the backward has run before.
+        """Return the pairs (position of a block call on the pipeline stage, microbatch) whose backward the instruction
+        ``i`` runs, last call first. ``after_inputs``: whether the instruction runs the half of the backward for
+        parameters, which must follow the half for inputs. Raise :class:`Refusal` if forward has not run, or the
+        backward has run before.
         """
         assert i.calls is not None
         assert i.microbatch is not None
@@ -339,9 +327,8 @@ class StageInterpreter:
 
     def recv_f(self, i: Instruction) -> None:
         """Check the RECV_F instruction ``i``, which receives values (tensors that pass between block calls, such as
-        layers) from another pipeline stage. Record the receive, and that the values exist from now on.
-
-        Raise :class:`Refusal` if one of them existed before.
+        layers) from another pipeline stage. Record the receive, and that the values exist from now on. Raise
+        :class:`Refusal` if one of them existed before.
         """
         assert i.peer is not None
         for value in i.values:
@@ -350,9 +337,8 @@ class StageInterpreter:
         self.trace.append((self.index, ReceiveEvent("F", i.peer, i.values, i.microbatch)))
 
     def send_f(self, i: Instruction) -> None:
-        """Check the SEND_F instruction ``i``, which sends values to another pipeline stage, and record the send.
-
-        Raise :class:`Refusal` if one of the values does not exist.
+        """Check the SEND_F instruction ``i``, which sends values to another pipeline stage, and record the send. Raise
+        :class:`Refusal` if one of the values does not exist.
         """
         assert i.peer is not None
         for value in i.values:
@@ -361,9 +347,8 @@ class StageInterpreter:
 
     def recv_b(self, i: Instruction) -> None:
         """Check the RECV_B instruction ``i``, which receives gradients of values from another pipeline stage. Record
-        the receive, and that the part of that stage is added to the gradients.
-
-        Raise :class:`Refusal` if that stage sends no part of such a gradient.
+        the receive, and that the received summands are added to the gradients. Raise :class:`Refusal` if that stage
+        does not send a gradient of one of the values.
         """
         assert i.peer is not None
         assert i.microbatch is not None
@@ -373,9 +358,8 @@ class StageInterpreter:
 
     def send_b(self, i: Instruction) -> None:
         """Check the SEND_B instruction ``i``, which sends the gradients of values to the pipeline stage from which the
-        values came, and record the send.
-
-        Raise :class:`Refusal` if the values did not come from that stage, or if the gradients are incomplete.
+        values came, and record the send. Raise :class:`Refusal` if the values did not come from that stage, or if the
+        gradients are incomplete.
         """
         assert i.peer is not None
         assert i.microbatch is not None
@@ -392,10 +376,9 @@ class StageInterpreter:
 
     def gather(self, i: Instruction) -> None:
         """Check the GATHER instruction ``i``, and record its collective: an all-gather of parameters, or of gradients
-        as a step of a hierarchical reduction.
-
-        Raise :class:`Refusal` if ZeRO does not divide the parameters, if they are gathered already, if their values
-        were not copied from host memory, or if another step of the reduction is the next one.
+        as a step of a hierarchical reduction. Raise :class:`Refusal` if ZeRO does not shard the parameters, if they are
+        gathered already, if their values were not copied from host memory, or if another step of the reduction must
+        come first.
         """
         assert i.bucket is not None
         if i.gradients:
@@ -406,11 +389,9 @@ class StageInterpreter:
         self.trace_collective(self.parameters.axes(i.bucket), key, f"all_gather of bucket {i.bucket}", waits=False)
 
     def read_states(self, position: int) -> None:
-        """Raise :class:`Refusal` if a parameter or buffer that a call (an execution of a block, such as a layer) reads
-        is not on the device.
-
-        If ZeRO shards a parameter, record that the call waits for its all-gather. ``position``: the call's position on
-        the stage.
+        """Raise :class:`Refusal` if a parameter or buffer that a block call (an execution of a block, such as a layer)
+        reads is not on the device. If ZeRO shards a parameter, record that the call waits for its all-gather.
+        ``position``: the call's position on the stage.
         """
         if self.parameters.needs[position]:
             for key in self.parameters.read(position):
@@ -437,7 +418,6 @@ class StageInterpreter:
 
     def scatter(self, i: Instruction) -> None:
         """Check the SCATTER instruction ``i``, which reduce-scatters a set of gradients, and record the collective.
-
         Raise :class:`Refusal` if there is nothing to scatter, or if the gradients were already reduced.
         """
         assert i.bucket is not None
@@ -453,10 +433,9 @@ class StageInterpreter:
         self.run_reduction_turn(i)
 
     def run_reduction_turn(self, i: Instruction) -> None:
-        """Check the instruction ``i`` (SCATTER, REDUCE or GATHER), one step of the reduction of a set of gradients, and
-        record its collective, which starts when the step before has ended.
-
-        Raise :class:`Refusal` if another step is the next one, or if a gradient is incomplete.
+        """Check the instruction ``i`` (SCATTER, REDUCE or GATHER), one step of the reduction of a gradient bucket.
+        Record its collective, which starts when the bucket's previous step has ended. Raise :class:`Refusal` if another
+        step must come next, or if a gradient is incomplete.
         """
         assert i.bucket is not None
         op, axes = self.states.record_reduction(i.bucket, i.op, i.axes, self.index)
@@ -466,9 +445,8 @@ class StageInterpreter:
 
     def start_collective(self, waits: Iterable[Hashable], axes: tuple[str, ...], key: Hashable, text: str) -> None:
         """Record a collective over the mesh axes ``axes`` that starts when the collectives with the keys ``waits`` have
-        ended.
-
-        ``key``: key of the new collective, on which all participants must agree. ``text``: description for messages.
+        ended. ``key``: key of the new collective, on which all participants must agree. ``text``: description for
+        messages.
         """
         for other in waits:
             self.await_result(other)
@@ -476,9 +454,8 @@ class StageInterpreter:
 
     def sync(self, i: Instruction) -> None:
         """Check the SYNC instruction ``i``, which sums gradients of tied parameters over the pipeline stages that share
-        them, and record this sum as a collective.
-
-        Raise :class:`Refusal` if a parameter is not tied, was summed before, or has an incomplete gradient.
+        them, and record this sum as a collective. Raise :class:`Refusal` if a parameter is not tied, was summed before,
+        or has an incomplete gradient.
         """
         stages = self.states.sync(i.states, self.index)
         for number in sorted({self.states.home[s] for s in i.states if s in self.states.home}):
@@ -491,9 +468,7 @@ class StageInterpreter:
 
     def update(self, i: Instruction) -> None:
         """Check the UPDATE instruction ``i``, which gives buffers their new values, and record the collectives that it
-        starts.
-
-        Raise :class:`Refusal` if it comes too early, or if a buffer is updated twice.
+        starts. Raise :class:`Refusal` if it comes too early, or if a buffer is updated twice.
         """
         values, meetings = self.updates.update(i.states, self.index, self.forward)
         for value in values:
@@ -501,9 +476,8 @@ class StageInterpreter:
         self.trace += [(self.index, meeting) for meeting in meetings]
 
     def step(self, i: Instruction) -> None:
-        """Check the instruction ``i`` after which every gradient is complete (STEP).
-
-        Raise :class:`Refusal` unless all backwards have run and all gradients are reduced.
+        """Check the STEP instruction ``i``, after which every gradient is complete. Raise :class:`Refusal` unless all
+        backwards have run and all gradients are reduced.
         """
         for position, microbatch in self.list_runs():
             if self.calls[position].has_backward and (position, microbatch) not in self.backward:
@@ -515,11 +489,9 @@ class StageInterpreter:
         self.trace.append((self.index, FinishEvent()))
 
     def trace_collectives(self, op: str, position: int, microbatch: int) -> None:
-        """Record the collectives that the graph of a call (one execution of a block, such as a layer) runs on the
-        microbatch with the index ``microbatch``.
-
-        ``op``: which part of the call runs: "F" forward, "B" backward, "I" its half for inputs, "W" its half for
-        weights. ``position``: the call's position on the stage.
+        """Record the collectives that the graph of a block call runs on the microbatch with the index ``microbatch``.
+        ``op``: which part of the call runs: "F" forward, "B" backward, "I" the half of the backward for inputs, "W" its
+        half for weights. ``position``: the call's position on the stage.
         """
         for axes, key, text, node, count in self.find_bundles(op, position):
             event = CollectiveEvent(axes, key, text, node, (), True, count, microbatch)
@@ -533,11 +505,9 @@ class StageInterpreter:
     def trace_collective(
         self, axes: tuple[str, ...], key: object, text: str, node: str = "", waits: bool = True
     ) -> None:
-        """Record a collective over the mesh axes ``axes``; if ``axes`` is empty, record nothing.
-
-        ``key``: key on which all participants must agree. ``text``: description for messages. ``node``: name of the
-        graph node, if a graph runs the collective. ``waits``: whether the rank blocks until all members have entered
-        it.
+        """Record a collective over the mesh axes ``axes``; if ``axes`` is empty, record nothing. ``key``: key on which
+        all participants must agree. ``text``: description for messages. ``node``: name of the graph node, if a graph
+        runs the collective. ``waits``: whether the rank blocks until all members have entered the collective.
         """
         if axes:
             self.trace.append((self.index, CollectiveEvent(axes, key, text, node, (), waits)))
@@ -549,8 +519,8 @@ class StageInterpreter:
         return [(p, m) for m in range(self.program.num_microbatches) for p in positions]
 
     def check_end(self) -> None:
-        """Raise :class:`Refusal` if, after the last instruction of the rank, a call (an execution of a block, such as a
-        layer) has not run, a gradient was not reduced, or a tensor was not freed.
+        """Raise :class:`Refusal` if, after the last instruction of the rank, a block call (an execution of a block,
+        such as a layer) has not run, a gradient was not reduced, or a tensor was not freed.
         """
         for position, microbatch in self.list_runs():
             if (position, microbatch) not in self.forward:
@@ -575,8 +545,8 @@ class StageInterpreter:
 
     def check_taken(self, value: str, label: str) -> None:
         """Raise :class:`Refusal` unless the tensor that is named ``value`` in the program was created on this rank in
-        every microbatch; it may be freed by now. ``label``: what the tensor is in the model, such as "the output
-        'logits'", for the message.
+        every microbatch; it may have been freed since. ``label``: description of the tensor for the message, such as
+        "the output 'logits'".
         """
         for microbatch in range(self.program.num_microbatches):
             place = self.find_place(value, microbatch)

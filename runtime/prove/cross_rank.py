@@ -5,10 +5,10 @@ Events are collectives, sends and receives. Assumptions about communication: tra
 direction (forward, backward) arrive in the order in which they were sent, and advance by themselves; so do the
 operations of one group; nothing else is ordered.
 
-:func:`find_representatives` finds ranks that are equivalent, so that one of them can stand for all. Ranks of a stage
-with the same events are equivalent if the ranks with which they communicate are equivalent, too: the classes are the
-coarsest partition in which every rank of a class sees the same classes in each of its groups and along its pipeline.
-One representative per class then shows how all ranks run, because the next event of a rank depends on nothing else.
+:func:`find_representatives` finds ranks that are equivalent, so that only one of them needs to be simulated. Ranks of a
+stage with the same events are equivalent if the ranks with which they communicate are equivalent, too: the classes are
+the coarsest partition in which every rank of a class sees the same classes in each of its groups and along its
+pipeline. One representative per class suffices, because the next event of a rank depends on nothing else.
 """
 
 from __future__ import annotations
@@ -27,11 +27,9 @@ from partitioner.runtime.prove.errors import Fault
 
 
 def find_representatives(program: Program, traces: Mapping[int, Trace]) -> tuple[int, ...]:
-    """Return, for each rank, the equivalent rank with the lowest number. The prover follows only these ranks.
-
-    Equivalent ranks have the same communication events (collectives, sends, receives), and communicate with equivalent
-    ranks. ``traces``: the events of each rank, as pairs (instruction index, event). ``program``: the program of all
-    ranks.
+    """Return, for each rank, the lowest equivalent rank. The prover simulates only the ranks in the result. Equivalent
+    ranks have the same communication events (collectives, sends, receives), and communicate with equivalent ranks.
+    ``traces``: the events of each rank, as pairs (instruction index, event). ``program``: the program of all ranks.
     """
     colors = _match_ranks_by_events(program, traces)
     if len(set(colors)) == len(program.stages):  # equal ranks of a stage have equal groups, too
@@ -75,10 +73,9 @@ def _list_groups(program: Program, axes: tuple[str, ...]) -> list[list[int]]:
 
 
 def _match_ranks_by_events(program: Program, traces: Mapping[int, Trace]) -> list[int]:
-    """Return, for each rank, the rank of the same pipeline stage with the lowest number that has equal communication
-    events (collectives, sends and receives).
-
-    ``traces``: the events of each rank, as pairs (instruction index, event). ``program``: the program of all ranks.
+    """Return, for each rank, the lowest rank of the same pipeline stage that has equal communication events
+    (collectives, sends and receives). ``traces``: the events of each rank, as pairs (instruction index, event).
+    ``program``: the program of all ranks.
     """
     distinct = _deduplicate_traces(traces)
 
@@ -104,7 +101,7 @@ def _deduplicate_traces(traces: Mapping[int, Trace]) -> dict[int, Trace]:
 
 
 def _index_first_occurrence_of_keys(keys: Sequence[Hashable]) -> list[int]:
-    """Return, for each position in ``keys`` (from 0), the first position whose key is equal."""
+    """Return, for each key in ``keys``, the index of its first occurrence in ``keys``."""
     first: dict[Hashable, int] = {}
     return [first.setdefault(key, k) for k, key in enumerate(keys)]
 
@@ -113,15 +110,13 @@ class Mismatch(Exception):
     """Raised if two ranks disagree on a communication, or if ranks deadlock.
 
     ``fault``: kind of fault: ``"match"`` (two ranks disagree on what they exchange) or ``"deadlock"`` (ranks wait for
-    each other for ever). ``rank`` and ``index``: the instruction at fault, as rank and position in its list. ``node``:
-    graph node, or empty.
+    each other forever). ``rank`` and ``index``: the instruction at fault, as rank and position in its list. ``node``:
+    name of the graph node at fault; empty if no graph runs.
     """
 
     def __init__(self, fault: Fault, message: str, rank: int, index: int, node: str = "") -> None:
-        """Create the error. ``fault``: kind of fault: ``"match"`` (two ranks disagree on what they exchange) or
-        ``"deadlock"``. ``message``: what is wrong, without rank and instruction. ``rank`` and ``index``: the
-        instruction at fault, as rank and position in its list. ``node``: name of the graph node; empty if no graph
-        runs.
+        """Create the error. ``message``: what is wrong, without rank and instruction. The other arguments: see the
+        class.
         """
         super().__init__(message)
         self.fault = fault
@@ -133,11 +128,9 @@ class Mismatch(Exception):
 
 @dataclass
 class _GroupOperation:
-    """One collective of a process group in the simulated run of all ranks.
-
-    ``rank``: the first rank that has entered it; it represents all ranks that are equivalent to it. ``index``: position
-    of the instruction with which it has entered. ``event``: the collective as this rank describes it. ``arrived``:
-    number of ranks that have entered.
+    """One collective of a process group in the simulated run of all ranks. ``rank``: the first rank that has entered it
+    (representing all equivalent ranks). ``index``: position of the instruction with which this rank has entered.
+    ``event``: the collective as this rank describes it. ``arrived``: number of ranks that have entered.
     """
 
     rank: int
@@ -148,9 +141,9 @@ class _GroupOperation:
 
 @dataclass
 class _GroupProgress:
-    """The collectives that one process group has started so far (``operations``), and the ranks that wait until all
-    members have entered one of them (``waiting``). ``ranks``: the members of the group. ``entered``: rank -> number of
-    collectives that it has entered.
+    """The progress of one process group. ``ranks``: the members of the group. ``operations``: the collectives that it
+    has started so far. ``entered``: rank -> number of collectives that the rank has entered. ``waiting``: the ranks
+    that wait until all members have entered a collective.
     """
 
     ranks: frozenset[int]
@@ -175,18 +168,14 @@ class _Channel:
 
 
 class TraceRunner:
-    """Runs the communication events (collectives, sends, receives) of all ranks against each other, to find deadlocks.
-
-    Equivalent ranks are represented by one of them. ``suspects``: ranks whose own instruction list replaces that of
-    their pipeline stage; errors name them first if two ranks disagree.
+    """Runs the communication events (collectives, sends, receives) of all ranks against each other, to find deadlocks
+    and mismatches. Only one of several equivalent ranks is run.
     """
 
     def __init__(self, program: Program, traces: Mapping[int, Trace], suspects: Collection[int] = ()) -> None:
-        """Start before the first event of every rank.
-
-        ``traces``: the events of each rank, as pairs (instruction index, event). ``suspects``: ranks whose own
-        instruction list replaces that of their pipeline stage; errors name them first. ``program``: the program of all
-        ranks.
+        """Start before the first event of every rank. ``traces``: the events of each rank, as pairs (instruction index,
+        event). ``suspects``: ranks whose own instruction list replaces that of their pipeline stage; errors blame these
+        ranks first. ``program``: the program of all ranks.
         """
         self.program = program
         self.classes = find_representatives(program, traces)
@@ -220,9 +209,7 @@ class TraceRunner:
                 raise Mismatch("match", f"sends {event.text} to rank {target}, which never receives it", source, index)
 
     def advance_rank(self, rank: int) -> None:
-        """Run the communication events (collectives, sends, receives) of ``rank`` until it ends or has to wait for
-        another rank.
-        """
+        """Run the communication events of ``rank`` until the rank ends or has to wait for another rank."""
         trace, position, alone = self.traces[rank], self.position[rank], self.alone[rank]
         stop = len(trace)
         while position < stop:
@@ -253,9 +240,10 @@ class TraceRunner:
     # --- groups -----------------------------------------------------------------------------------------------------
 
     def find_lone_axes(self, rank: int, trace: Trace) -> frozenset[tuple[str, ...]]:
-        """Return the mesh axes of those collectives of ``rank`` in which all members are equivalent to the rank. They
-        start the same collectives in the same order, so none of them can disagree, or wait for another one for ever.
-        ``trace``: the communication events of the rank, as pairs (instruction index, event)."""
+        """Return the tuples of mesh axes of those collectives of ``rank`` in which all members are equivalent to
+        ``rank``. These members start the same collectives in the same order, so the collectives always match and need
+        not be simulated. ``trace``: the communication events of the rank, as pairs (instruction index, event).
+        """
         every = {event.axes for _, event in trace if isinstance(event, CollectiveEvent) and not event.stages}
         return frozenset(axes for axes in every if all(self.classes[r] == rank for r in self.program.group(rank, axes)))
 
@@ -278,11 +266,9 @@ class TraceRunner:
         return self.program.group(rank, event.axes)
 
     def enter_collective(self, rank: int, index: int, event: CollectiveEvent) -> tuple[_GroupProgress, int]:
-        """Record that ``rank`` enters the collective ``event`` of its instruction ``index``, and resume the ranks that
-        wait for it, if all members have entered.
-
-        Return the record of the process group, and the number of the collective in it, from 0. Raise :class:`Mismatch`
-        if other ranks entered a different collective.
+        """Record that ``rank`` enters the collective ``event`` of its instruction ``index``. If all members have
+        entered, resume the ranks that wait for the collective. Return the record of the process group, and the index of
+        the collective in the group. Raise :class:`Mismatch` if other ranks entered a different collective.
         """
         group = self.get_group_progress(rank, event)
         number = group.entered.get(rank, 0)
@@ -301,10 +287,9 @@ class TraceRunner:
         return group, number
 
     def create_mismatch(self, rank: int, index: int, event: CollectiveEvent, first: _GroupOperation) -> Mismatch:
-        """Return the error for a rank that enters another collective than the first rank of its group.
-
-        ``rank``, ``index``, ``event``: the later rank, its instruction's position and its collective. ``first``: what
-        the first rank entered.
+        """Return the error for a rank that enters a different collective than the first rank of its group. ``rank``,
+        ``index``, ``event``: the later rank, the position of its instruction, and its collective. ``first``: the
+        collective that the first rank entered.
         """
         mine, theirs = (rank, index, event), (first.rank, first.index, first.event)
         if first.rank in self.suspects and rank not in self.suspects:
@@ -321,9 +306,8 @@ class TraceRunner:
         )
 
     def check_finished(self, rank: int, event: FinishEvent) -> bool:
-        """Return whether all collectives for which ``rank`` waits at ``event`` have ended. ``event``: a wait for some
-        or all of the collectives that the rank has started. If they have not ended, the rank is put on the list of
-        ranks that are checked again when the first of these collectives ends.
+        """Return whether all collectives for which ``rank`` waits at ``event`` have ended. If they have not ended,
+        ``rank`` is checked again when the first of them ends.
         """
         self.started[rank] = [(group, number) for group, number in self.started[rank] if not group.is_complete(number)]
         open_ = self.list_awaited(rank, event)
@@ -332,8 +316,8 @@ class TraceRunner:
         return not open_
 
     def list_awaited(self, rank: int, event: FinishEvent) -> list[tuple[_GroupProgress, int]]:
-        """Return the collectives that ``rank`` has started, that have not ended, and for which ``event`` waits. Each is
-        a pair (record of the process group, number of the collective in the group, from 0).
+        """Return the collectives for which ``event`` waits: ``rank`` has started them, and they have not ended. Each is
+        a pair (record of the process group, index of the collective in the group).
         """
         return [
             (group, number)
@@ -365,9 +349,9 @@ class TraceRunner:
             self.runnable.append(target)
 
     def receive_values(self, rank: int, index: int, event: ReceiveEvent) -> bool:
-        """Take the next message, which the instruction ``index`` of ``rank`` receives, from the channel of ``event``,
-        and return ``True``. Return ``False`` if no message was sent yet. Raise :class:`Mismatch` if another message
-        than the expected one comes.
+        """Take the next message from the channel of ``event`` for the instruction ``index`` of ``rank``, and return
+        ``True``. Return ``False`` if no message was sent yet. Raise :class:`Mismatch` if the message is not the
+        expected one.
         """
         source = self.classes[self.find_peer_rank(rank, event.peer)]
         channel = self.find_channel(source, rank, event.direction)
@@ -383,12 +367,11 @@ class TraceRunner:
             raise Mismatch("match", message, rank, index)
         return True
 
-    # --- those that wait for ever -----------------------------------------------------------------------------------
+    # --- deadlocks --------------------------------------------------------------------------------------------------
 
     def describe_deadlock(self, waiting_ranks: list[int]) -> Mismatch:
-        """Return the error for a deadlock. It lists the ranks that wait for each other in a cycle.
-
-        If there is no cycle, it lists the chain of waiting ranks up to one that waits for a rank which has ended.
+        """Return the error for a deadlock. The message lists the ranks that wait for each other in a cycle. If there is
+        no cycle, it lists the chain of waiting ranks, up to one that waits for a rank that has ended.
         ``waiting_ranks``: the ranks that cannot proceed.
         """
         rank = next((r for r in waiting_ranks if r in self.suspects), waiting_ranks[0])
@@ -415,7 +398,8 @@ class TraceRunner:
 
     def describe_wait(self, rank: int) -> tuple[str, list[int], int, str]:
         """Return four values for ``rank``, which cannot proceed: its current operation as text, the ranks for which it
-        waits, the position of its instruction, and the name of the graph node (empty if the instruction runs no graph).
+        waits, the position of its instruction, and the name of the graph node (empty if the instruction does not run a
+        graph).
         """
         if rank in self.inside:
             group, number = self.inside[rank]
@@ -431,8 +415,8 @@ class TraceRunner:
         return f"waits for {started.text}", self.list_absent_ranks(rank, started, group, number), index, ""
 
     def list_absent_ranks(self, rank: int, event: CollectiveEvent, group: _GroupProgress, number: int) -> list[int]:
-        """Return the ranks that have not yet entered the collective ``number`` (from 0) of the process group ``group``.
-        ``event``: this collective, as ``rank``, which has entered it, describes it.
+        """Return the ranks that have not yet entered the collective with the index ``number`` of the process group
+        ``group``. ``event``: this collective as described by ``rank``, which has entered it.
         """
         return [r for r in self.list_members(rank, event) if self.classes[r] in group.find_missing_ranks(number)]
 

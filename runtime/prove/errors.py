@@ -11,14 +11,14 @@ from partitioner.passes.shard.differentiate import CollectiveUse
 Fault = Literal[
     "structure",  # the program contradicts itself: names, shapes, layouts, buckets
     "fields",  # an instruction lacks a field, has one too many, or one out of range
-    "order",  # something is used before it is there, or after it has gone
-    "twice",  # something is made, run, reduced or freed a second time
-    "missing",  # something is never made, run, reduced or sent
+    "order",  # something is used before it exists, or after it was freed
+    "twice",  # something is created, run, reduced or freed a second time
+    "missing",  # something is never created, run, reduced or sent
     "leak",  # a value or gradient is never freed
-    "gradient",  # a gradient is taken before it is whole, or added to after it was taken
+    "gradient",  # a gradient is used before it is complete, or changed after it was used
     "match",  # two ranks disagree on what they exchange
-    "deadlock",  # ranks wait for each other for ever
-    "memory",  # a rank holds more than it may
+    "deadlock",  # ranks wait for each other forever
+    "memory",  # a rank exceeds its memory limit
 ]
 
 
@@ -26,10 +26,10 @@ Fault = Literal[
 class FaultLocation:
     """The location of a fault in a program.
 
-    ``stage``: index of the pipeline stage. ``index``: position of the instruction. If it is ``None``, the fault is
-    reported at the first instruction that uses ``call`` (position, on the stage, of an execution of a block, such as a
-    layer), ``bucket`` (index of a set of parameters that are reduced together) or ``state`` (name of a parameter or
-    buffer). ``node``: node of the call's graph.
+    ``stage``: index of the pipeline stage. ``index``: position of the instruction. If ``index`` is ``None``, the fault
+    is reported at the first instruction that uses ``call`` (position, on the stage, of an execution of a block, such as
+    a layer), ``bucket`` (index of a set of parameters that are reduced together) or ``state`` (name of a parameter or
+    buffer). ``node``: name of the node in the call's graph.
     """
 
     stage: int = 0
@@ -41,11 +41,11 @@ class FaultLocation:
 
 
 class Refusal(Exception):
-    """Raised inside the prover for a fault in the instructions of a pipeline stage, before it is known which rank runs
-    them.
+    """Raised inside the prover for a fault in the instructions of a pipeline stage, before the rank that runs them is
+    known.
 
     ``fault``: kind of fault, such as ``"order"`` (something is used before it exists, or after it was freed) or
-    ``"leak"`` (a tensor is never freed). ``message``: what is wrong. ``location``: where.
+    ``"leak"`` (a tensor is never freed). ``message``: what is wrong. ``location``: where the fault is.
     """
 
     def __init__(self, fault: Fault, message: str, location: FaultLocation | None = None) -> None:
@@ -58,19 +58,17 @@ class Refusal(Exception):
 class ProofError(PartitionError):
     """Raised if a program would hang, compute a wrong result, or use more memory than allowed.
 
-    ``rank``: the (first) rank concerned. ``index`` and ``instruction``: position and printed form of its instruction.
-    ``node``: the graph node at fault; empty if there is none. ``fault``: the kind of fault, such as ``"deadlock"``,
-    ``"memory"`` (a rank holds more than it may) or ``"order"`` (something is used before it exists, or after it was
-    freed).
+    ``rank``: the (first) rank concerned. ``index`` and ``instruction``: position and printed form of the instruction at
+    fault. ``node``: name of the graph node at fault; empty if there is none. ``fault``: the kind of fault, such as
+    ``"deadlock"``, ``"memory"`` (a rank exceeds its memory limit) or ``"order"`` (something is used before it exists,
+    or after it was freed).
     """
 
     def __init__(
         self, message: str, *, rank: int, index: int, instruction: str, node: str = "", fault: Fault = "structure"
     ) -> None:
-        """Create the error; its text is ``message`` after rank, instruction and graph node. ``index``, ``instruction``:
-        position of the instruction in the rank's list, and its printed form. ``node``: name of the graph node; empty if
-        no graph runs. ``fault``: the kind of fault, such as ``"deadlock"``, or ``"order"`` if something is used before
-        it exists; by default ``"structure"``: the data of the program contradict each other.
+        """Create the error; its text is ``message``, preceded by rank, instruction and graph node. ``fault``: by
+        default ``"structure"``: the data of the program contradict each other. The other arguments: see the class.
         """
         where = f"rank {rank}, instruction {index} ({instruction})"
         if node:

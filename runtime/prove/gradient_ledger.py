@@ -1,7 +1,9 @@
-"""Track the gradients of one rank through its instructions: which calls have added to each, and when it is used.
+"""Track the gradients of one rank through its instructions: which calls have added to each gradient, and when it is
+used.
 
-:func:`find_gradient_returns` finds the stages that send a gradient back: those that received the value, if a call there
-or on a later stage contributes to its gradient."""
+:func:`find_gradient_returns` finds the stages that send a gradient back to a stage that sent them the value: those
+where a call, there or on a later stage that received the value from them, adds to its gradient.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,10 @@ Returns = dict[tuple[str, int], frozenset[int]]  # (value, microbatch) -> stages
 
 
 def find_gradient_returns(facts: ProgramFacts, lists: Sequence[Sequence[Instruction]]) -> tuple[Returns, ...]:
-    """Return, for each pipeline stage, the gradients that it must receive from other stages, as (value, microbatch) ->
-    the indices of the stages that send a part of the gradient.
-
-    A value is the name of a tensor that passes between block calls (such as layers). ``lists``: the instructions of
-    each stage. ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls (such
-    as layers).
+    """Return, for each pipeline stage, the gradients that it must receive from other stages, as a dict: (value,
+    microbatch) -> the indices of the stages that send a summand of the gradient. A value is the name of a tensor that
+    passes between block calls (such as layers). ``lists``: the instructions of each stage. ``facts``: the program of
+    all ranks, with the gradients, collectives and memory of its block calls.
     """
     sent: dict[tuple[str, int], dict[int, list[int]]] = {}
     for s, instructions in enumerate(lists):
@@ -36,7 +36,7 @@ def find_gradient_returns(facts: ProgramFacts, lists: Sequence[Sequence[Instruct
                     sent.setdefault((value, i.microbatch), {}).setdefault(s, []).append(i.peer)
     adds = [{v for call in calls for v in call.gives} for calls in facts.stages]
     result: tuple[Returns, ...] = tuple({} for _ in lists)
-    known: dict[tuple[object, ...], list[tuple[int, frozenset[int]]]] = {}  # most microbatches are sent alike
+    known: dict[tuple[object, ...], list[tuple[int, frozenset[int]]]] = {}  # most microbatches take the same edges
     for key, edges in sent.items():
         alike = key[0], *((s, *peers) for s, peers in edges.items())
         if alike not in known:
@@ -52,9 +52,8 @@ def find_gradient_returns(facts: ProgramFacts, lists: Sequence[Sequence[Instruct
 
 def _has_reachable_addition(value: str, start: int, edges: dict[int, list[int]], adds: list[set[str]]) -> bool:
     """Return whether stage ``start``, or a stage to which it passes ``value`` on, adds to the gradient of ``value``.
-
-    ``edges``: stage -> stages to which it sends the value. ``adds``: for each stage, the values to whose gradients it
-    adds.
+    ``edges``: stage -> stages to which it sends the value. ``adds``: for each stage, the names of the values to whose
+    gradients it adds.
     """
     stack, seen = [start], set()
     while stack:
@@ -70,21 +69,19 @@ def _has_reachable_addition(value: str, start: int, edges: dict[int, list[int]],
 
 Key = tuple[str, int]  # (value, microbatch)
 
-Adder = int | tuple[str, int]  # what adds to a gradient: the position of a call, or ("stage", index of another stage)
+Adder = int | tuple[str, int]  # source of a summand of a gradient: position of a call, or ("stage", other stage)
 
 
 class ValueGradients:
-    """Tracks the gradients of values, the tensors that pass between block calls (such as layers), on one rank.
-
-    A gradient is complete once all block calls that read the value have added to it. These calls are on this pipeline
-    stage, or on later stages, which send their parts of the gradient.
+    """Tracks the gradients of values (the tensors that pass between block calls, such as layers) on one rank. A
+    gradient is complete once all block calls that read the value have added to it. These calls are on this pipeline
+    stage, or on later stages, which send their summands of the gradient.
     """
 
     def __init__(self, facts: ProgramFacts, stage: int, returns: Returns) -> None:
-        """Start before the first instruction of a rank of the pipeline stage ``stage`` (an index).
-
-        ``returns``: (value, microbatch) -> the stages that send back a part of the gradient of the value. ``facts``:
-        the program of all ranks, with the gradients, collectives and memory of its block calls (such as layers).
+        """Start before the first instruction of a rank of the pipeline stage ``stage`` (an index). ``returns``: (value,
+        microbatch) -> the stages that send back a summand of the gradient of the value. ``facts``: the program of all
+        ranks, with the gradients, collectives and memory of its block calls (such as layers).
         """
         self.calls = facts.stages[stage]
         self.returns = returns
@@ -98,12 +95,10 @@ class ValueGradients:
         self.freed: dict[Key, int] = {}
 
     def add(self, key: Key, adder: Adder, index: int) -> None:
-        """Record that a call (an execution of a block, such as a layer) or another stage adds to the gradient of a
-        tensor that passes between calls. Raise :class:`Refusal` if the gradient was used or freed before, or if
-        ``adder`` has added to it already.
-
-        ``key``: (name of the tensor, microbatch). ``adder``: what adds: the position of a call on this stage, or
-        ``("stage", index)`` for the part that another stage sends. ``index``: position of the instruction.
+        """Record that a block call (such as a layer) or another stage adds to the gradient of a tensor that passes
+        between calls. Raise :class:`Refusal` if the gradient was used or freed before, or if ``adder`` has already
+        added to it. ``key``: (name of the tensor, microbatch). ``adder``: the source of the summand: the position of a
+        call on this stage, or ``("stage", index)`` for another stage. ``index``: position of the instruction.
         """
         gone = self.freed.get(key, self.taken.get(key))
         if gone is not None:
@@ -126,10 +121,9 @@ class ValueGradients:
         self.add(key, ("stage", peer), index)
 
     def take(self, key: Key, index: int) -> None:
-        """Record that the gradient of a tensor that passes between calls of blocks is used, by backward or by a send.
-
-        ``key``: (name of the tensor, microbatch). ``index``: position of the instruction. Raise :class:`Refusal` if the
-        gradient is incomplete, freed, or already used.
+        """Record that the gradient of a tensor that passes between block calls (such as layers) is used, by a backward
+        or a send. ``key``: (name of the tensor, microbatch). ``index``: position of the instruction. Raise
+        :class:`Refusal` if the gradient is incomplete, freed, or already used.
         """
         if key in self.freed:
             raise Refusal(
@@ -161,10 +155,9 @@ class ValueGradients:
         self.taken[key] = index
 
     def free(self, key: Key, index: int) -> None:
-        """Record that the gradient of a tensor that passes between calls of blocks is freed. Raise :class:`Refusal` if
-        it does not exist, or was not used before.
-
-        ``key``: (name of the tensor, microbatch). ``index``: position of the instruction.
+        """Record that the gradient of a tensor that passes between block calls (such as layers) is freed. Raise
+        :class:`Refusal` if the gradient does not exist, or was not used before. ``key``: (name of the tensor,
+        microbatch). ``index``: position of the instruction.
         """
         if key in self.freed:
             raise Refusal(
@@ -192,13 +185,13 @@ def _format_key(key: Key) -> str:
 
 
 class StateGradients:
-    """Checks the reductions of the gradients of a pipeline stage. The gradient of each parameter must be summed exactly
-    once over the stages that share the parameter, and exactly once over the required mesh axes. Both must follow the
-    last backward that adds to the gradient.
+    """Checks the reductions of the gradients of a pipeline stage's parameters. Each gradient must be summed exactly
+    once over the stages that share the parameter, and exactly once over the required mesh axes. Both sums must follow
+    the last backward that adds to the gradient.
     """
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
-        """Start before the first instruction of a rank of the pipeline stage ``stage`` (an index): no gradient is
+        """Start before the first instruction of a rank of the pipeline stage ``stage`` (an index), when no gradient is
         reduced. ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls
         (such as layers).
         """
@@ -229,9 +222,7 @@ class StateGradients:
         self.stepped: int | None = None
 
     def add_all(self, states: Sequence[str], position: int, microbatch: int) -> None:
-        """Record that the backward of a call (an execution of a block, such as a layer) adds to the gradients of the
-        parameters ``states``.
-
+        """Record that the backward of a block call adds to the gradients of the parameters ``states`` (names).
         ``position``: the call's position on the stage. ``microbatch``: index of the microbatch. Raise :class:`Refusal`
         if a gradient was already reduced or copied to the host.
         """
@@ -248,12 +239,10 @@ class StateGradients:
                 self.unscattered.add(state)
 
     def scatter(self, number: int, index: int) -> None:
-        """Record that the instruction at position ``index`` reduce-scatters the gradients of the parameters of bucket
-        ``number`` over the ranks among which ZeRO divides them.
-
-        A bucket is a set of parameters whose gradients are reduced together; ``number``: index of the bucket on the
-        pipeline stage. Raise :class:`Refusal` if nothing was added to the gradients since the last time, if they were
-        already reduced further, or, under ZeRO 1, if they are incomplete.
+        """Record that the instruction at position ``index`` reduce-scatters the gradients of bucket ``number`` (index
+        of a set of parameters whose gradients are reduced together) over the ranks among which ZeRO divides them. Raise
+        :class:`Refusal` if nothing was added to the gradients since the last reduce-scatter, if they were already
+        reduced further, or, under ZeRO 1, if they are incomplete.
         """
         if number not in self.shared or not self.shared[number].axes:
             raise Refusal(
@@ -284,11 +273,8 @@ class StateGradients:
         self.scattered[number] = index
 
     def check_pieces(self, number: int) -> None:
-        """Raise :class:`Refusal` unless all gradients of bucket ``number``, which ZeRO shards, are complete and
-        reduce-scattered, so that this rank has its ZeRO parts of the sums.
-
-        A bucket is a set of parameters that are reduced together; ``number``: index of the bucket on the pipeline
-        stage.
+        """Raise :class:`Refusal` unless all gradients of bucket ``number`` (index of a set of parameters that are
+        reduced together), which ZeRO shards, are complete and reduce-scattered.
         """
         for state in self.shared[number].states:
             self.check_whole(state)
@@ -310,12 +296,10 @@ class StateGradients:
             raise Refusal("gradient", message, FaultLocation(state=state))
 
     def record_reduction(self, number: int, op: str, axes: tuple[str, ...], index: int) -> Turn:
-        """Record the next collective that reduces the gradients of bucket ``number``, and return its kind and mesh
-        axes.
-
-        A bucket is a set of parameters that are reduced together. ``op``: REDUCE (all-reduce), SCATTER (reduce-scatter)
+        """Record the next collective that reduces the gradients of bucket ``number`` (index of a set of parameters that
+        are reduced together), and return its kind and mesh axes. ``op``: REDUCE (all-reduce), SCATTER (reduce-scatter)
         or GATHER (all-gather). ``axes``: the mesh axes that the instruction names. ``index``: position of the
-        instruction in the list. Raise :class:`Refusal` if another collective is the next one of the bucket's reduction,
+        instruction in the list. Raise :class:`Refusal` if another collective of the bucket's reduction must come first,
         or if a gradient is incomplete.
         """
         due, done = self.due[number], self.turned.setdefault(number, [])
@@ -353,17 +337,16 @@ class StateGradients:
         return due[len(done) - 1]
 
     def is_reduced(self, number: int) -> bool:
-        """Return whether all collectives that reduce the gradients of bucket ``number`` (an index) have been started.
-
-        A bucket is a set of parameters that are reduced together.
+        """Return whether all collectives that reduce the gradients of bucket ``number`` (index of a set of parameters
+        that are reduced together) have started.
         """
         return len(self.turned.get(number, ())) == len(self.due[number])
 
     def sync(self, states: Collection[str], index: int) -> tuple[int, ...]:
-        """Record that the gradients of tied parameters are summed over stages, and return the indices of these stages.
-
-        ``states``: names of the parameters. ``index``: position of the instruction. Raise :class:`Refusal` if a
-        parameter is not tied, was summed before, or has an incomplete gradient.
+        """Record that the gradients of tied parameters are summed over the stages that share them, and return the
+        indices of these stages. ``states``: names of the parameters. ``index``: position of the instruction. Raise
+        :class:`Refusal` if a parameter is not tied, was summed before, or has an incomplete gradient, or if the
+        parameters are on different stages.
         """
         self.before_step()
         among: set[tuple[int, ...]] = set()
@@ -399,10 +382,8 @@ class StateGradients:
         return among.pop()
 
     def offload(self, state: str, index: int) -> None:
-        """Record that the instruction at position ``index`` copies the gradient of the parameter ``state`` (its name)
-        to host memory.
-
-        Raise :class:`Refusal` unless the gradient is complete and reduced.
+        """Record that the instruction at position ``index`` copies the gradient of the parameter named ``state`` to
+        host memory. Raise :class:`Refusal` unless the gradient is complete and reduced.
         """
         self.check_whole(state)
         if state in self.tied and state not in self.synced:
@@ -428,9 +409,8 @@ class StateGradients:
             )
 
     def step(self, index: int) -> None:
-        """Record the instruction at position ``index`` after which the optimizer reads the gradients.
-
-        Raise :class:`Refusal` unless all gradients are complete and reduced.
+        """Record the STEP instruction at position ``index``, after which the optimizer reads the gradients. Raise
+        :class:`Refusal` unless all gradients are complete and reduced.
         """
         if self.stepped is not None:
             raise Refusal("twice", f"is a second STEP, after that at instruction {self.stepped}: remove one")

@@ -22,8 +22,8 @@ Run = tuple[int, int]  # (position of a call, microbatch)
 
 
 class ActivationOffloads:
-    """Checks that the tensors which block calls (such as layers) save for backward are moved to host memory at most
-    once, after forward, and back before backward. It follows the instructions of one rank of the pipeline stage
+    """Checks that the tensors that block calls (such as layers) save for backward are moved to host memory at most
+    once, after forward, and back before backward. The class follows the instructions of one rank of the pipeline stage
     ``stage`` (an index).
     """
 
@@ -34,11 +34,10 @@ class ActivationOffloads:
         self.back: dict[Run, int] = {}
 
     def runs(self, i: Instruction, forward: Collection[Run], *backward: Collection[Run]) -> list[Run]:
-        """Return the (call position, microbatch) pairs whose activations the instruction ``i`` moves to or from host
-        memory. A call is one execution of a block, such as a layer; its position is that on the pipeline stage.
-
-        ``forward``: the pairs whose forward has run. ``backward``: one or more collections of pairs whose backward, or
-        a half of it, has run. Raise :class:`Refusal` if a call has not run forward, or has already run backward.
+        """Return the pairs (position of a block call on the pipeline stage, microbatch) whose activations the
+        instruction ``i`` moves to or from host memory. ``forward``: the pairs whose forward has run. ``backward``:
+        collections of the pairs whose backward, or a half of it, has run. Raise :class:`Refusal` if a call has not run
+        forward, or has already run backward.
         """
         if i.calls is None or i.microbatch is None:
             return []
@@ -60,10 +59,8 @@ class ActivationOffloads:
 
     def offload(self, run: Run, index: int) -> None:
         """Record that the instruction at position ``index`` moves saved activations to host memory. ``run``: the pair
-        (call position, microbatch) whose forward saved them; a call is one execution of a block, such as a layer.
-
-        Raise :class:`Refusal` if the program does not declare that it offloads activations, or if they were moved
-        before.
+        (position of a block call, microbatch) whose forward saved them. Raise :class:`Refusal` if the program does not
+        declare that it offloads activations, or if these activations were moved before.
         """
         if not self.offloads:
             raise Refusal(
@@ -79,10 +76,8 @@ class ActivationOffloads:
 
     def fetch(self, run: Run, index: int) -> None:
         """Record that the instruction at position ``index`` moves saved activations from host memory back to the
-        device. Raise :class:`Refusal` if they are not in host memory.
-
-        ``run``: the pair (call position, microbatch) whose forward saved them; a call is one execution of a block, such
-        as a layer.
+        device. ``run``: the pair (position of a block call, microbatch) whose forward saved them. Raise
+        :class:`Refusal` if they are not in host memory.
         """
         if run in self.back:
             raise Refusal(
@@ -98,9 +93,8 @@ class ActivationOffloads:
         self.back[run] = index
 
     def read(self, run: Run) -> None:
-        """Raise :class:`Refusal` if the activations that a forward saved are in host memory. It is called when a
-        backward reads them. ``run``: the pair (call position, microbatch) whose forward saved them; a call is one
-        execution of a block, such as a layer.
+        """Raise :class:`Refusal` if the activations that a backward is about to read are in host memory. ``run``: the
+        pair (position of a block call, microbatch) whose forward saved them.
         """
         if run in self.away:
             message = (
@@ -115,12 +109,12 @@ class ActivationOffloads:
 
 class HostStates:
     """Checks that parameters whose values are in host memory are copied to the device before they are read, and that
-    each of their gradients is copied to host memory once.
+    the gradient of each of them is copied to host memory once.
     """
 
     def __init__(self, facts: ProgramFacts, stage: int, gradients: StateGradients) -> None:
         """Start before the first instruction of a rank, when no parameter has been copied to the device. ``stage``:
-        index of the pipeline stage. ``gradients``: tells which gradients are complete. ``facts``: the program of all
+        index of the pipeline stage. ``gradients``: tracks which gradients are complete. ``facts``: the program of all
         ranks, with the gradients, collectives and memory of its block calls (such as layers).
         """
         self.program = facts.program
@@ -136,9 +130,7 @@ class HostStates:
 
     def fetch(self, states: Sequence[str], index: int) -> None:
         """Record that the instruction at position ``index`` copies the parameters ``states`` (names) from host memory
-        to the device.
-
-        Raise :class:`Refusal` if one is not in host memory, or is on the device already.
+        to the device. Raise :class:`Refusal` if one is not in host memory, or is already on the device.
         """
         for state in states:
             if state not in self.hosted:
@@ -148,10 +140,9 @@ class HostStates:
             self.there[state] = index
 
     def read(self, states: Sequence[str], gather: bool = False) -> None:
-        """Record that a call (an execution of a block, such as a layer) reads the parameters ``states`` or, with
-        ``gather``, that an all-gather reads this rank's pieces of them.
-
-        Raise :class:`Refusal` if one is in host memory and was not copied to the device.
+        """Record a read of the parameters ``states`` (names). If ``gather`` is true, the reader is an all-gather, which
+        reads this rank's ZeRO pieces of them; otherwise it is a block call (such as a layer). Raise :class:`Refusal` if
+        a parameter is in host memory and was not copied to the device.
         """
         for state in states:
             if state not in self.hosted or (state in self.sharded and not gather):
@@ -163,9 +154,8 @@ class HostStates:
                 self.freed[state] = self.there.pop(state)
 
     def free(self, states: Sequence[str], index: int) -> None:
-        """Record that the instruction at position ``index`` frees the device copies of the parameters ``states``.
-
-        Raise :class:`Refusal` if one has no such copy, or must stay on the device.
+        """Record that the instruction at position ``index`` frees the device copies of the parameters ``states``
+        (names). Raise :class:`Refusal` if a parameter does not have a device copy, or must stay on the device.
         """
         for state in states:
             if state not in self.hosted or state in self.sharded or not self.passing:
@@ -180,10 +170,9 @@ class HostStates:
             self.freed[state] = index
 
     def offload(self, states: Sequence[str], index: int) -> None:
-        """Record that the instruction at position ``index`` copies the gradients of the parameters ``states`` to the
-        host.
-
-        Raise :class:`Refusal` if one of the gradients is not needed on the host, is incomplete, or was copied before.
+        """Record that the instruction at position ``index`` copies the gradients of the parameters ``states`` (names)
+        to the host. Raise :class:`Refusal` if one of the gradients is not needed on the host, is incomplete, or was
+        copied before.
         """
         self.gradients.before_step()
         for state in states:
@@ -222,10 +211,9 @@ class HostStates:
 
 
 def check_updates(program: Program) -> None:
-    """Raise :class:`Refusal` if the value that a buffer takes at the end of a step has another type or layout than the
-    buffer, or is not computed on exactly one of the pipeline stages that have the buffer.
-
-    ``program``: the program of all ranks.
+    """Raise :class:`Refusal` if the value that a buffer takes at the end of a step has another dtype or layout than the
+    buffer, or is not computed on exactly one of the pipeline stages that have the buffer. ``program``: the program of
+    all ranks.
     """
     producers = _find_producing_stages(program)
     for name, state in program.states.items():
@@ -236,11 +224,9 @@ def check_updates(program: Program) -> None:
 
 
 def _find_producing_stages(program: Program) -> dict[str, set[int]]:
-    """Return a dict from the name of each value that block calls (such as layers) compute to the indices of the
-    pipeline stages whose calls compute it. Calls that run before the pipeline starts, to compute sums over the global
-    batch, are left out.
-
-    ``program``: the program of all ranks.
+    """Return a dict: name of each value that block calls (such as layers) compute -> indices of the pipeline stages
+    whose calls compute it. Prologue calls, which run before the pipeline starts, are left out. ``program``: the program
+    of all ranks.
     """
     producers: dict[str, set[int]] = {}
     for s, stage in enumerate(program.stages):
@@ -251,10 +237,9 @@ def _find_producing_stages(program: Program) -> dict[str, set[int]]:
 
 
 def _find_update_problem(program: Program, state: StateData, name: str, producers: dict[str, set[int]]) -> str:
-    """Return why a buffer, which ``state`` describes, cannot take the values of the tensor ``name`` of the program at
-    the end of a step; an empty string if it can.
-
-    ``producers``: name of a tensor -> indices of the pipeline stages that compute it.
+    """Return why the buffer that ``state`` describes cannot take the value of the program's tensor ``name`` at the end
+    of a step, as the end of an error message; empty if it can. ``producers``: name of a tensor -> indices of the
+    pipeline stages that compute it.
     """
     if state.kind != "buffer":
         return f"is a {state.kind} and takes the value {name!r}: only buffers do"
@@ -269,11 +254,10 @@ def _find_update_problem(program: Program, state: StateData, name: str, producer
 
 
 def check_equal_updates(program: Program, known: dict[str, Sameness]) -> None:
-    """Raise :class:`Refusal` if a buffer takes a new value that depends on the microbatch or on the ``dp`` rank, so
-    that ranks would have different buffers.
-
-    Buffers whose new value is a sum over microbatches and ``dp`` ranks are not checked. ``known``: name of a tensor of
-    the program -> ``"alike"`` if it is equal in all microbatches and on all ``dp`` ranks, or ``"different"``.
+    """Raise :class:`Refusal` if the new value of a buffer depends on the microbatch or on the ``dp`` rank, so that
+    ranks would have different buffers. Buffers whose new value is a sum over microbatches and ``dp`` ranks are not
+    checked. ``known``: name of a tensor of the program -> ``"alike"`` if it is equal in all microbatches and on all
+    ``dp`` ranks, ``"different"`` if it may not be.
     """
     for name, state in program.states.items():
         if state.update is not None and state.keeps is None and known.get(state.update) == "different":
@@ -285,8 +269,8 @@ def check_equal_updates(program: Program, known: dict[str, Sameness]) -> None:
 
 
 class BufferUpdateChecks:
-    """Tracks which buffers (such as running statistics) one rank of the pipeline stage ``stage`` (an index) has updated
-    so far in the step, and checks that each is updated once.
+    """Checks that each buffer (such as running statistics) that a step changes is updated once, by tracking the updates
+    of one rank of the pipeline stage ``stage`` (an index).
     """
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
@@ -299,12 +283,12 @@ class BufferUpdateChecks:
         self, states: Sequence[str], index: int, forward: Collection[tuple[int, int]]
     ) -> tuple[list[str], list[CollectiveEvent]]:
         """Record that the instruction at position ``index`` gives the buffers ``states`` their new values. Return two
-        values: the names of the tensors of the program that it reads on this stage, and the collectives that it starts.
+        lists: the names of the tensors of the program that the instruction reads on this stage, and the collectives
+        that it starts. The collectives sum over ``dp``, or copy new values between stages that share a buffer.
 
-        The collectives sum over ``dp``, or copy new values between stages that share a buffer. ``forward``: the pairs
-        (position of a block call on the stage, microbatch) that have run forward. Raise :class:`Refusal` if forward
-        does not change one of the buffers, if they are not all on the same stages, if one of them is updated twice, or
-        if its new value is a sum to which a microbatch has not added yet.
+        ``forward``: the pairs (position of a block call on the stage, microbatch) that have run forward. Raise
+        :class:`Refusal` if forward does not change one of the buffers, if the buffers are not all on the same stages,
+        if one of them is updated twice, or if its new value is a sum to which a microbatch has not added yet.
         """
         together = {self.program.states[s].stages for s in states}
         if len(together) > 1:
@@ -338,11 +322,9 @@ class BufferUpdateChecks:
         return values, meetings
 
     def _check_sum(self, name: str, position: int, forward: Collection[tuple[int, int]]) -> None:
-        """Raise :class:`Refusal` unless all microbatches have added to the sum from which the buffer ``name`` is
-        updated.
-
-        ``position``: position, on the pipeline stage, of the call (an execution of a block, such as a layer) that
-        computes what each microbatch adds. ``forward``: the (call position, microbatch) pairs that have run.
+        """Raise :class:`Refusal` if the buffer ``name`` is updated from a sum to which a microbatch has not added yet.
+        ``position``: position, on the pipeline stage, of the block call (such as a layer) that computes the summand of
+        each microbatch. ``forward``: the pairs (position of a call, microbatch) that have run.
         """
         missing = [m for m in range(self.program.num_microbatches) if (position, m) not in forward]
         if missing and self.program.states[name].keeps is not None:
@@ -352,8 +334,8 @@ class BufferUpdateChecks:
             )
 
     def read(self, states: Sequence[str]) -> None:
-        """Raise :class:`Refusal` if one of the buffers ``states``, which a call (an execution of a block, such as a
-        layer) reads, was already updated in this step.
+        """Raise :class:`Refusal` if one of the buffers ``states`` (names), which a block call (such as a layer) reads,
+        was already updated in this step.
         """
         for name in states if self.done else ():
             if name in self.done:

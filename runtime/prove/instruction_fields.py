@@ -1,5 +1,4 @@
-"""Check that each instruction has the fields that its operation requires, that these have valid values, and that it has
-no other fields."""
+"""Check that each instruction has the fields that its operation requires, with valid values, and no other fields."""
 
 from __future__ import annotations
 
@@ -54,11 +53,9 @@ _EMPTY: dict[str, object] = {
 
 
 def check_fields(program: Program, stage: int, instructions: Sequence[Instruction], forms: Forms) -> None:
-    """Raise :class:`Refusal` at the first instruction that lacks a field, has one that its operation does not use, or
-    has an invalid value.
-
-    ``stage``: index of the pipeline stage whose list ``instructions`` is. ``forms``: the forms of ``instructions``.
-    ``program``: the program of all ranks.
+    """Raise :class:`Refusal` at the first of ``instructions`` that lacks a field, has one that its operation does not
+    use, or has an invalid value. ``stage``: index of the pipeline stage that runs ``instructions``. ``forms``: the
+    distinct instructions, up to the microbatch number. ``program``: the program of all ranks.
     """
     problems = [_find_field_problem(program, stage, first) for first in forms.firsts]
     stop = program.num_microbatches
@@ -72,9 +69,7 @@ def check_fields(program: Program, stage: int, instructions: Sequence[Instructio
 
 def _find_field_problem(program: Program, stage: int, instruction: Instruction) -> str:
     """Return why the fields of ``instruction``, in the list of the pipeline stage ``stage`` (an index), are not valid,
-    as text for an error message; an empty string if they are.
-
-    ``program``: the program of all ranks.
+    as text for an error message; empty if they are valid. ``program``: the program of all ranks.
     """
     op = instruction.op
     if instruction.stage != stage:

@@ -1,5 +1,6 @@
-"""Check that all programs of a plan have the same layout of the state, so that one engine can run them on the same
-tensors."""
+"""Check that all programs of a plan have the same layout of parameters and buffers, so that one engine can run them on
+the same tensors.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ def prove_same_layout(first: Program, name: str, further: Program) -> None:
     """Raise :class:`LayoutError` unless ``further``, a further program of the plan (such as an evaluation) called
     ``name``, can run on the parameters and buffers of the program ``first``.
 
-    Both must have the same mesh and the same way of sharding. Every parameter and buffer of ``further`` must be one of
-    ``first``, with the same shape, type, layout, stages and ZeRO axes. Constants are each program's own. In training,
-    gradients must be summed over the same axes and in the same groups of parameters.
+    Both must have the same mesh and the same way of sharding. Every parameter and buffer of ``further`` must also be in
+    ``first``, with the same shape, dtype, layout, stages and ZeRO axes. Constants may differ. If ``further`` trains,
+    gradients must be summed over the same axes and in the same buckets.
     """
     for what in _MESH:
         if getattr(first, what) != getattr(further, what):
@@ -62,12 +63,10 @@ def prove_same_caches(programs: Mapping[str, FurtherProgram]) -> None:
     """Raise :class:`LayoutError` unless the programs that generate text together (prefill and decode) place their
     key/value caches in the same way and write to them in place.
 
-    Their caches must have the same shapes, types and layouts over ``tp``, and be read by the same pipeline stages. The
-    operand of each write must be a cache itself, not a copy of it, such as one from a collective. Programs without
-    caches are skipped.
-
-    ``programs``: name of a further program of a plan -> program; programs whose names differ only in the last word,
-    such as ``generate prefill`` and ``generate decode``, belong together.
+    Their caches must have the same shapes, dtypes and layouts, and be loaded by the same pipeline stages. The operand
+    of each write must be a cache itself, not a copy of it, such as one from a collective. Programs without caches are
+    skipped. ``programs``: name of a further program of a plan -> program; programs whose names differ only in the last
+    word, such as ``generate prefill`` and ``generate decode``, belong together.
     """
     known: dict[tuple[str, str], tuple[str, tuple[object, ...]]] = {}
     for name, further in programs.items():
@@ -98,10 +97,9 @@ def _has_load(stage: Stage, value: str) -> bool:
 
 
 def _find_difference(expected: StateData, got: StateData, trained: bool) -> str:
-    """Return, as text, a field in which ``expected`` and ``got``, two descriptions of one parameter or buffer, differ;
-    empty if both place it on the ranks in the same way.
-
-    ``trained``: whether gradients are compared, too.
+    """Return the first difference between ``expected`` and ``got``, two descriptions of one parameter or buffer, as the
+    end of an error message; empty if both place it on the ranks in the same way. ``trained``: whether the axes over
+    which gradients are summed are compared, too.
     """
     for what in (*_LAYOUT, *(("requires_grad", "grad_axes") if trained else ())):
         if what == "layout" and not trained and all(Layout.parse(s.layout).is_whole for s in (expected, got)):

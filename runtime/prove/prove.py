@@ -59,8 +59,8 @@ class Proof:
     """The result of a successful proof: numbers of ranks, instructions, collectives and transfers, counted over all
     ranks.
 
-    ``distinct_lists``: number of different instruction lists. ``peak_bytes``: peak memory of a rank for each pipeline
-    stage; empty if memory was not checked.
+    ``distinct_lists``: number of different instruction lists. ``peak_bytes``: for each pipeline stage, the peak memory
+    of its fullest rank; empty if memory was not checked.
     """
 
     ranks: int
@@ -85,13 +85,15 @@ def prove(
     extra_bytes: Sequence[int] = (),
     facts: ProgramFacts | None = None,
 ) -> Proof:
-    """Check, without running it, that ``program`` runs to its end on all ranks, and return the :class:`Proof`.
-
-    ``rank_programs``: rank -> program, for ranks whose own instructions replace their stage's. ``memory_limits``: bytes
-    that each rank may hold (one number, or one per rank); ``None``: memory is not checked. ``extra_bytes``: further
-    bytes per pipeline stage, such as optimizer states. ``facts``: ``program`` with gradients, collectives and memory of
-    its block calls (such as layers), if they were derived before; ``None``: they are derived now. Raise
+    """Check, without running it, that ``program`` runs to its end on all ranks, and return the :class:`Proof`. Raise
     :class:`ProofError` at the first fault.
+
+    Args:
+        rank_programs: rank -> program, for ranks whose own instructions replace those of their stage.
+        memory_limits: bytes that each rank may hold (one number, or one per rank); ``None``: memory is not checked.
+        extra_bytes: further bytes per pipeline stage, such as optimizer states.
+        facts: gradients, collectives and memory of the block calls (such as layers) of ``program``; ``None``: derived
+            here.
     """
     facts = facts or ProgramFacts(program)
     try:
@@ -116,11 +118,9 @@ def prove(
 
 def _check_lists_together(facts: ProgramFacts, rank_lists: Mapping[int, Instructions]) -> tuple[int, int]:
     """Check the instructions of all ranks together. Return two numbers, summed over all ranks: of the collectives and
-    of the transfers that the instructions start.
-
-    ``rank_lists``: rank -> instructions, for ranks whose own list replaces that of their pipeline stage. Raise
-    :class:`ProofError` at the first fault. ``facts``: the program of all ranks, with the gradients, collectives and
-    memory of its block calls (such as layers).
+    of the transfers that the instructions start. Raise :class:`ProofError` at the first fault. ``rank_lists``: rank ->
+    instructions, for ranks whose own list replaces that of their pipeline stage. ``facts``: the program of all ranks,
+    with the gradients, collectives and memory of its block calls (such as layers).
     """
     traces, lists = _trace_lists(facts, rank_lists)
     try:
@@ -140,12 +140,11 @@ def _check_lists_together(facts: ProgramFacts, rank_lists: Mapping[int, Instruct
 
 
 def _steady_counts(facts: ProgramFacts) -> tuple[int, int] | None:
-    """Return two numbers, of collectives and of transfers of all ranks, for a program whose instruction lists repeat a
-    steady state: equal groups of instructions, one for each further microbatch.
-
-    They are extrapolated from checks of lists in which these groups occur once and twice. ``None`` if the lists have no
-    common steady state or have a fault; the whole lists must be checked then. ``facts``: the program of all ranks, with
-    the gradients, collectives and memory of its block calls (such as layers).
+    """Return the numbers of collectives and of transfers of all ranks, for a program whose instruction lists repeat a
+    steady state: equal groups of instructions, one for each further microbatch. The numbers are extrapolated from
+    checks of shorter lists, with one and with two repetitions. Return ``None`` if the lists have no common steady state
+    or have a fault; the whole lists must be checked then. ``facts``: the program of all ranks, with the gradients,
+    collectives and memory of its block calls (such as layers).
     """
     listings = [stage.instructions for stage in facts.program.stages]
     first = listings[0]
@@ -164,11 +163,9 @@ def _steady_counts(facts: ProgramFacts) -> tuple[int, int] | None:
 
 
 def _find_edited_lists(program: Program, rank_programs: Mapping[int, RankProgram]) -> dict[int, Instructions]:
-    """Return rank -> instructions, for the ranks whose own list (as a user may pass it to :func:`prove`) differs from
-    the list of their pipeline stage.
-
-    ``rank_programs``: rank -> its program. Raise :class:`ProofError` if a rank's program is derived from another
-    program than ``program``, or belongs to another rank.
+    """Return a dict: rank -> instructions, for the ranks whose own list (as a user may pass it to :func:`prove`)
+    differs from the list of their pipeline stage. ``rank_programs``: rank -> its program. Raise :class:`ProofError` if
+    one of these is derived from another program than ``program``, or belongs to another rank.
     """
     rank_lists: dict[int, Instructions] = {}
     compared = {id(program)}
@@ -196,11 +193,10 @@ def _find_edited_lists(program: Program, rank_programs: Mapping[int, RankProgram
 def _trace_lists(
     facts: ProgramFacts, rank_lists: Mapping[int, Instructions]
 ) -> tuple[dict[int, Trace], dict[int, Instructions]]:
-    """Return the communication events of every rank, as pairs (instruction index, event), and the instructions of every
-    rank. Ranks whose whole pipeline runs the same lists share one tuple of events.
-
-    ``rank_lists``: rank -> instructions, for ranks whose own list replaces that of their pipeline stage. ``facts``: the
-    program of all ranks, with the gradients, collectives and memory of its block calls (such as layers).
+    """Return two dicts by rank: the communication events, as pairs (instruction index, event), and the instructions.
+    Ranks whose whole pipeline runs the same lists share one tuple of events. ``rank_lists``: rank -> instructions, for
+    ranks whose own list replaces that of their pipeline stage. ``facts``: the program of all ranks, with the gradients,
+    collectives and memory of its block calls (such as layers).
     """
     program, lists = facts.program, _select_rank_lists(facts.program, rank_lists)
     stride, num_stages = program.strides["pp"], len(program.stages)
@@ -223,11 +219,9 @@ def _trace_lists(
 
 
 def _select_rank_lists(program: Program, rank_lists: Mapping[int, Instructions]) -> dict[int, Instructions]:
-    """Return a dict from each rank to its instructions: its list in ``rank_lists`` if it has one, otherwise its
-    pipeline stage's list without the microbatches that the rank does not have.
-
-    ``program``: the program of all ranks. ``rank_lists``: rank -> instructions, for ranks whose own list replaces that
-    of their pipeline stage.
+    """Return a dict: rank -> instructions. They are the rank's list in ``rank_lists`` if it has one, otherwise its
+    pipeline stage's list without the microbatches that the rank does not process. ``program``: the program of all
+    ranks. ``rank_lists``: rank -> instructions, for ranks whose own list replaces that of their pipeline stage.
     """
     shares = _count_microbatches(program)
     lists: dict[int, Instructions] = {}
@@ -238,10 +232,8 @@ def _select_rank_lists(program: Program, rank_lists: Mapping[int, Instructions])
 
 
 def _count_microbatches(program: Program) -> list[int]:
-    """Return the number of microbatches of each rank of a pipeline stage, in the order of ranks. It is equal on all
-    stages.
-
-    ``program``: the program of all ranks.
+    """Return the number of microbatches of each rank of a pipeline stage, in the order of ranks. The result is the same
+    for all stages. ``program``: the program of all ranks.
     """
     each = program.strides["dp"]
     return [len(program.share(place)) for place in range(program.size("dp")) for _ in range(each)]
@@ -249,7 +241,6 @@ def _count_microbatches(program: Program) -> list[int]:
 
 def _trace_pipeline(facts: ProgramFacts, ranks: Sequence[int], run: Sequence[Instructions]) -> list[Trace]:
     """Return the communication events of the ranks of one pipeline: for each stage, pairs (instruction index, event).
-
     ``ranks``: the rank of each stage. ``run``: the instructions of each stage. Raise :class:`ProofError` at the first
     fault. ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls (such as
     layers).
@@ -268,10 +259,9 @@ def _trace_pipeline(facts: ProgramFacts, ranks: Sequence[int], run: Sequence[Ins
 def _locate_refusal(
     program: Program, refusal: Refusal, instructions: Sequence[Instruction] | None = None, rank: int | None = None
 ) -> ProofError:
-    """Return the error that users see for the fault ``refusal``, with the rank and the instruction that it concerns.
-
-    ``instructions`` and ``rank``: the list and the rank in which it was found; ``None``: the list and the first rank of
-    the pipeline stage that the fault names. ``program``: the program of all ranks.
+    """Return the error that users see for the fault ``refusal``, with its rank and instruction. ``instructions`` and
+    ``rank``: the list and the rank in which the fault was found; ``None``: the list and the first rank of the pipeline
+    stage ``refusal.location.stage``. ``program``: the program of all ranks.
     """
     location = refusal.location
     if instructions is None:
@@ -293,11 +283,9 @@ def _locate_refusal(
 
 
 def _uses_location(program: Program, location: FaultLocation, instruction: Instruction) -> bool:
-    """Return whether ``instruction`` uses what ``location``, the location of a fault, names: a call (an execution of a
-    block, such as a layer), a parameter or buffer, or a set of parameters that are reduced together. The fault is
-    reported at the first such instruction.
-
-    ``program``: the program of all ranks.
+    """Return whether ``instruction`` uses the object that ``location`` names: a bucket (parameters that are reduced
+    together), a block call (an execution of a block, such as a layer), or a parameter or buffer. The fault is reported
+    at the first such instruction. ``program``: the program of all ranks.
     """
     if location.bucket is not None:
         return instruction.bucket == location.bucket
@@ -321,11 +309,10 @@ def _check_memory(
     limits: Sequence[int] | int | None,
     extra_bytes: Sequence[int],
 ) -> tuple[int, ...]:
-    """Return the peak device bytes of a rank of each pipeline stage; empty if ``limits`` is ``None``.
-
-    ``lists``: rank -> instructions. ``limits``: bytes that each rank may hold (one number, or one per rank).
-    ``extra_bytes``: bytes to add per stage. Raise :class:`ProofError` if a rank needs more. ``facts``: the program of
-    all ranks, with the gradients, collectives and memory of its block calls (such as layers).
+    """Return the peak device bytes of the fullest rank of each pipeline stage; empty if ``limits`` is ``None``. Raise
+    :class:`ProofError` if a rank exceeds its limit. ``lists``: rank -> instructions. ``limits``: bytes that each rank
+    may hold (one number, or one per rank). ``extra_bytes``: bytes to add per stage. ``facts``: the program of all
+    ranks, with the gradients, collectives and memory of its block calls (such as layers).
     """
     if limits is None:
         return ()

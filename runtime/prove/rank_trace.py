@@ -16,13 +16,13 @@ from partitioner.runtime.prove.instruction_fields import check_fields
 
 
 def trace_instructions(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction], returns: Returns) -> Trace:
-    """Return the communication events of a rank that runs ``instructions``, as pairs (instruction index, event).
+    """Return the communication events (collectives, sends and receives) of a rank that runs ``instructions``, as pairs
+    (instruction index, event), in order. Raise :class:`Refusal` at the first invalid instruction, or at the end if a
+    tensor or gradient was not freed.
 
-    The events are collectives, sends and receives, in order. ``stage``: index of the rank's pipeline stage.
-    ``returns``: the gradients that the stage must receive, as (name of a tensor that stages send each other,
-    microbatch) -> the stages that send a part of its gradient. Raise :class:`Refusal` at the first invalid instruction,
-    or at the end if a tensor or gradient was not freed. ``facts``: the program of all ranks, with the gradients,
-    collectives and memory of its block calls (such as layers).
+    ``stage``: index of the rank's pipeline stage. ``returns``: the gradients that the stage must receive, as (name of a
+    tensor that stages send each other, microbatch) -> the stages that send a summand of its gradient. ``facts``: the
+    program of all ranks, with the gradients, collectives and memory of its block calls (such as layers).
     """
     forms = facts.forms(stage, instructions)
     check_fields(facts.program, stage, instructions, forms)
@@ -31,7 +31,7 @@ def trace_instructions(facts: ProgramFacts, stage: int, instructions: Sequence[I
         try:
             return quick.trace_all(instructions, forms)
         except Refusal:
-            pass  # what follows names the instructions of the microbatch at fault
+            pass  # the full check below names the right microbatch in its error
     machine = StageInterpreter(facts, stage, returns)
     for index, instruction in enumerate(instructions):
         machine.run_instruction(index, instruction)
@@ -46,9 +46,9 @@ def trace_instructions(facts: ProgramFacts, stage: int, instructions: Sequence[I
 
 @dataclass(eq=False)
 class _MicrobatchPoint:
-    """What a rank has done with one microbatch up to some point of its list: ``tables`` and ``sets`` are the contents
-    of the interpreter's tables and sets, without the microbatch. ``next``: form of an instruction (without its
-    microbatch) that was checked at this point -> the point after it.
+    """The state of one microbatch on a rank after some instructions: the contents of the interpreter's ``tables`` and
+    ``sets`` for this microbatch, without its number. ``next``: index of the form of an instruction (without its
+    microbatch number) that was checked in this state -> the state after the instruction.
     """
 
     tables: tuple[dict[Any, Any], ...]
@@ -58,8 +58,10 @@ class _MicrobatchPoint:
 
 @dataclass(frozen=True)
 class _Repetition:
-    """What an instruction does on a further microbatch, besides what concerns this microbatch alone. ``calls``: the
-    positions of the calls that it runs, in order. ``event``: the kind, direction and other stage of its transfer."""
+    """The effects of an instruction that are recorded again when it repeats on a further microbatch. ``calls``: the
+    positions of the block calls (such as layers) that it runs, in order. ``event``: class of its transfer event,
+    direction and the other stage; ``None`` if it does not transfer values.
+    """
 
     calls: tuple[int, ...] = ()
     event: tuple[type[SendEvent | ReceiveEvent], Literal["F", "B"], int] | None = None
@@ -69,13 +71,13 @@ _OF_A_MICROBATCH = frozenset({"LOAD", "RECV_F", "F", "SEND_F", "RECV_B", "B", "I
 
 
 class _RepeatingInterpreter(StageInterpreter):
-    """Checks instructions that repeat in many microbatches once.
+    """Checks instructions that repeat in many microbatches only once.
 
-    What an instruction on a microbatch requires and changes concerns this microbatch alone, except for parameters and
-    the order of events. So if the same instructions have run before on another microbatch, it is valid as well, and
-    only its events and its uses of parameters are recorded. This does not hold for programs with totals (sums over the
-    batch), with offloaded data or with buffers that forward changes: :meth:`can_follow` refuses them. The indices in
-    messages may be those of another microbatch.
+    The requirements and effects of an instruction on a microbatch concern this microbatch alone, except for parameters
+    and the order of events. So if the same instructions have run before on another microbatch, the instruction is valid
+    as well, and only its events and its uses of parameters are recorded. This does not hold for programs with totals
+    (sums over the batch), with offloaded data or with buffers that forward changes: :meth:`can_follow` returns
+    ``False`` for them. Messages may name instructions of another microbatch.
     """
 
     def __init__(self, facts: ProgramFacts, stage: int, returns: Returns) -> None:
@@ -86,13 +88,14 @@ class _RepeatingInterpreter(StageInterpreter):
         self.points: dict[int, _MicrobatchPoint] = {}
 
     def can_follow(self, forms: Forms) -> bool:
-        """Return whether this interpreter can check a list that has the forms ``forms``."""
+        """Return whether this interpreter can check a list with the distinct instructions ``forms``."""
         simple = all(i.op not in ("TOTAL_F", "TOTAL", "UPDATE", "OFFLOAD", "FETCH") for i in forms.firsts)
         return simple and not self.of_prologue and not self.updates.due
 
     def trace_all(self, instructions: Sequence[Instruction], forms: Forms) -> Trace:
-        """Check ``instructions``, which have the forms ``forms``, and return the communication events, as pairs
-        (instruction index, event). Raise :class:`Refusal` if one is invalid."""
+        """Check ``instructions``, and return the communication events as pairs (instruction index, event). ``forms``:
+        the distinct instructions, up to the microbatch number. Raise :class:`Refusal` if an instruction is invalid.
+        """
         self.points = points = self.find_first_points()
         repeats = [self.find_repetition(first) for first in forms.firsts]
         stop = len(instructions)
@@ -125,7 +128,9 @@ class _RepeatingInterpreter(StageInterpreter):
         return tuple(self.trace)
 
     def find_repetition(self, i: Instruction) -> _Repetition | None:
-        """Return what the instruction ``i`` does on a further microbatch; ``None`` if it is not on a microbatch."""
+        """Return the effects to record when the instruction ``i`` repeats on a further microbatch; ``None`` if it must
+        be checked each time, because it is not on a microbatch.
+        """
         if i.microbatch is None or i.op not in _OF_A_MICROBATCH or (i.op == "FREE" and not i.values):
             return None
         if i.calls is not None:
@@ -137,8 +142,9 @@ class _RepeatingInterpreter(StageInterpreter):
         return _Repetition((), (kind, "F" if i.op.endswith("_F") else "B", i.peer))
 
     def find_first_points(self) -> dict[int, _MicrobatchPoint]:
-        """Return the point before the first instruction for each microbatch. Microbatches have the same one if the
-        same stages send back gradients of the same values."""
+        """Return, for each microbatch, its state before the first instruction, as a dict. Microbatches share one state
+        object if the same stages send back gradients of the same values.
+        """
         sent_back: dict[int, list[tuple[str, frozenset[int]]]] = {}
         for (value, microbatch), stages in self.gradients.returns.items():
             sent_back.setdefault(microbatch, []).append((value, stages))
@@ -152,7 +158,9 @@ class _RepeatingInterpreter(StageInterpreter):
         }
 
     def restore(self, microbatch: int, point: _MicrobatchPoint) -> None:
-        """Put what ``point`` says of a microbatch into the interpreter's tables and sets, for ``microbatch``."""
+        """Copy the state ``point`` of a microbatch into the interpreter's tables and sets, under the number
+        ``microbatch``.
+        """
         for table, saved in zip(self.tables, point.tables, strict=False):
             table.update({(name, microbatch): value for name, value in saved.items()})
         added = point.tables[-1]
@@ -161,7 +169,7 @@ class _RepeatingInterpreter(StageInterpreter):
             found.update((name, microbatch) for name in kept)
 
     def take(self) -> _MicrobatchPoint:
-        """Return what the interpreter's tables and sets say of the only microbatch in them, and empty them."""
+        """Return the state of the only microbatch in the interpreter's tables and sets, and empty them."""
         tables = tuple({name: value for (name, _), value in table.items()} for table in self.tables)
         added = {name: frozenset(adders) for (name, _), adders in self.gradients.added.items()}
         point = _MicrobatchPoint((*tables, added), tuple(frozenset(n for n, _ in kept) for kept in self.sets))
@@ -172,9 +180,10 @@ class _RepeatingInterpreter(StageInterpreter):
         return point
 
     def repeat_calls(self, op: str, calls: Sequence[int], microbatch: int) -> None:
-        """Record the events and the uses of parameters of an instruction ``op`` (F, B, I or W), which was checked on
-        another microbatch. ``calls``: the positions of the calls that it runs, in order. ``microbatch``: its
-        microbatch."""
+        """Record the events and the uses of parameters of an instruction of kind ``op`` (F, B, I or W), which was
+        already checked on another microbatch. ``calls``: the positions of the block calls (such as layers) that it
+        runs, in order. ``microbatch``: its microbatch number.
+        """
         if op == "F":
             for position in calls:
                 self.read_states(position)

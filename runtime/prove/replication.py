@@ -1,4 +1,4 @@
-"""Check that values and gradients which are declared whole (replicated) are equal on all ranks.
+"""Check that values and gradients that are declared whole (replicated) are equal on all ranks.
 
 If a collective is missing, or runs over another axis, a value or gradient differs between ranks, and the program
 computes different results on them. An additional collective counts a value several times.
@@ -23,11 +23,9 @@ AXES = ("tp", "cp")  # the axes over which blocks are sharded
 
 def check_wholeness(facts: ProgramFacts) -> None:
     """Raise :class:`Refusal` at the first value, gradient or output that is declared equal on several ranks, or in all
-    microbatches, but is not.
-
-    This is derived from the graphs, without tensors: along ``tp`` and ``cp``, over which blocks are sharded, and over
-    the microbatches and ``dp`` ranks. ``facts``: the program of all ranks, with the gradients, collectives and memory
-    of its block calls (such as layers).
+    microbatches, but is not. This is derived from the graphs, without tensors: along ``tp`` and ``cp``, over which
+    blocks are sharded, and over the microbatches and ``dp`` ranks. ``facts``: the program of all ranks, with the
+    gradients, collectives and memory of its block calls (such as layers).
     """
     for axis in AXES:
         _check_axis(axis, facts)
@@ -35,9 +33,9 @@ def check_wholeness(facts: ProgramFacts) -> None:
 
 
 def _check_axis(axis: str, facts: ProgramFacts) -> None:
-    """Raise :class:`Refusal` if a value or gradient that is declared whole along the mesh axis ``axis`` differs between
-    ranks. ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls (such as
-    layers).
+    """Raise :class:`Refusal` if a value or gradient that is declared replicated along the mesh axis ``axis`` differs
+    between ranks. ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls
+    (such as layers).
     """
     if facts.program.mesh.get(axis, 1) == 1:
         return
@@ -58,9 +56,9 @@ def _check_axis(axis: str, facts: ProgramFacts) -> None:
 
 
 def _make_cache_key(facts: ProgramFacts, call: CallData) -> object:
-    """Return a hashable key of everything on which the check of ``call`` (an execution of a block) depends, so that
-    calls with equal keys are checked once. ``facts``: the program of all ranks, with the gradients, collectives and
-    memory of its block calls (such as layers).
+    """Return a hashable key of everything on which the check of ``call`` (an execution of a block) depends. Calls with
+    equal keys are checked once. ``facts``: the program of all ranks, with the gradients, collectives and memory of its
+    block calls.
     """
     program = facts.program
     kept = [program.states[n] for n in call.states]
@@ -80,9 +78,8 @@ def _find_layout_kind(axis: str, program: Program, value: str) -> str:
 
 def _get_layout_kind(axis: str, state: StateData) -> str:
     """Return the kind of the layout of ``state``, a parameter or buffer, over the mesh axis ``axis``: S (sharded), R or
-    R' (whole), or P (partial sum).
-
-    With R' its gradient is a partial sum. Over ``cp`` every rank has the whole tensor.
+    R' (replicated), or P (partial sum). With R', the gradient of the replicated tensor is a partial sum. Over ``cp``
+    every rank has the whole tensor.
     """
     if axis == "tp":
         return Layout.parse(state.layout).kind
@@ -90,11 +87,10 @@ def _get_layout_kind(axis: str, state: StateData) -> str:
 
 
 def _list_given_sameness(axis: str, facts: ProgramFacts, call: CallData) -> list[Sameness]:
-    """Return, for each parameter, buffer and input of ``call`` (an execution of a block), "alike" if ranks along the
-    mesh axis ``axis`` hold equal tensors according to its layout, or else "different".
-
-    They are in the order of the graph's placeholders. ``facts``: the program of all ranks, with the gradients,
-    collectives and memory of its block calls (such as layers).
+    """Return, for each parameter, buffer and input of ``call`` (an execution of a block), ``"alike"`` if ranks along
+    the mesh axis ``axis`` hold equal tensors according to the declared layout; otherwise ``"different"``. The list has
+    the order of the graph's placeholders. ``facts``: the program of all ranks, with the gradients, collectives and
+    memory of its block calls.
     """
     program = facts.program
     states: list[Sameness] = [
@@ -105,19 +101,17 @@ def _list_given_sameness(axis: str, facts: ProgramFacts, call: CallData) -> list
 
 
 def _has_different_experts(axis: str, program: Program, state: str) -> bool:
-    """Return whether ranks along the mesh axis ``axis`` hold the weights of different experts in the parameter
-    ``state``.
-
-    ``program``: the program of all ranks.
+    """Return whether ranks along the mesh axis ``axis`` hold the weights of different experts in the parameter named
+    ``state``. ``program``: the program of all ranks.
     """
     spread = program.experts_span_tp if axis == "tp" else program.mesh.get("ep", 1) > 1
     return spread and Layout.parse(program.states[state].expert_layout).is_shard
 
 
 def _check_forward(axis: str, facts: ProgramFacts, call: CallData) -> None:
-    """Raise :class:`Refusal` if an output of ``call`` (an execution of a block) that is declared whole along the mesh
-    axis ``axis`` differs between ranks. ``facts``: the program of all ranks, with the gradients, collectives and memory
-    of its block calls (such as layers).
+    """Raise :class:`Refusal` if an output of ``call`` (an execution of a block) that is declared replicated along the
+    mesh axis ``axis`` differs between ranks. ``facts``: the program of all ranks, with the gradients, collectives and
+    memory of its block calls.
     """
     program, block = facts.program, facts.blocks[call.block]
     given = dict(zip((*block.states, *block.inputs), _list_given_sameness(axis, facts, call), strict=True))
@@ -133,10 +127,8 @@ def _check_forward(axis: str, facts: ProgramFacts, call: CallData) -> None:
 
 def _check_backward(axis: str, facts: ProgramFacts, call: CallData) -> None:
     """Raise :class:`Refusal` if a gradient in the backward of ``call`` (an execution of a block) that should be equal
-    along the mesh axis ``axis`` differs between ranks.
-
-    The gradients of the outputs are assumed to have the layouts that are declared for them. ``facts``: the program of
-    all ranks, with the gradients, collectives and memory of its block calls (such as layers).
+    along the mesh axis ``axis`` differs between ranks. The gradients of the outputs are assumed to have their declared
+    layouts. ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls.
     """
     program, pieces = facts.program, facts.differentiated(call)
     size = program.mesh[axis]
@@ -174,11 +166,9 @@ def _list_graph_results(graph: fx.Graph) -> tuple[fx.Node | None, ...]:
 
 def _refuse_misuse(axis: str, call: CallData, graph: fx.Graph, known: dict[str, Sameness]) -> None:
     """Raise :class:`Refusal` if a collective of ``graph``, the graph of a block (such as a layer) that ``call`` runs,
-    gets operands of the wrong kind: equal on all ranks where it needs a different part on each, or different where it
-    needs equal ones.
-
-    ``known``: name of a node -> whether ranks along the mesh axis ``axis`` compute equal values for it: ``"alike"``,
-    ``"different"`` or ``"unknown"``.
+    gets operands of the wrong kind: equal operands on all ranks where it needs a different part on each, or different
+    operands where it needs equal ones. ``known``: name of a node -> whether ranks along the mesh axis ``axis`` compute
+    equal values for it: ``"alike"``, ``"different"`` or ``"unknown"``.
     """
     found = find_misused_collective(graph, known, axis)
     if found is not None:
@@ -187,10 +177,9 @@ def _refuse_misuse(axis: str, call: CallData, graph: fx.Graph, known: dict[str, 
 
 def _check_batch_sameness(facts: ProgramFacts) -> None:
     """Raise :class:`Refusal` if an output of the model that is declared equal in every microbatch differs between
-    microbatches, or if the new value of a buffer depends on the microbatch.
-
-    If there is one microbatch per rank, the ``dp`` ranks are compared instead of microbatches. ``facts``: the program
-    of all ranks, with the gradients, collectives and memory of its block calls (such as layers).
+    microbatches, or if the new value of a buffer depends on the microbatch. If there is one microbatch per rank, the
+    ``dp`` ranks are compared instead of microbatches. ``facts``: the program of all ranks, with the gradients,
+    collectives and memory of its block calls (such as layers).
     """
     program = facts.program
     axis = "data" if program.num_microbatches > 1 else DATA_AXES[0]

@@ -3,7 +3,7 @@
 Parameters, buffers and constants must have valid layouts, stages and buckets. :class:`Parameters` checks that a sharded
 parameter is gathered before a call reads it. :class:`PendingReductions` tracks the reductions in progress, and which of
 them must end before another one starts. :func:`list_collective_bundles` groups consecutive collectives of a call over
-the same axes: a rank that enters one of them enters all.
+the same axes, because a rank that enters one of them enters all.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from partitioner.runtime.prove.errors import FaultLocation, Refusal, format_coll
 
 def check_state(facts: ProgramFacts, name: str) -> None:
     """Raise :class:`Refusal` unless the layouts, pipeline stages and ZeRO axes of the parameter, buffer or constant
-    ``name`` are valid, and its gradient is summed over the right mesh axes. ``facts``: the program of all ranks, with
-    the gradients, collectives and memory of its block calls (such as layers).
+    called ``name`` are valid, and its gradient is summed over the right mesh axes. ``facts``: the program of all ranks,
+    with the gradients, collectives and memory of its block calls (such as layers).
     """
     problem = _find_state_problem(facts, name)
     if problem:
@@ -44,8 +44,8 @@ def check_state(facts: ProgramFacts, name: str) -> None:
 
 
 def _find_state_problem(facts: ProgramFacts, name: str) -> str:
-    """Return why the description of the parameter, buffer or constant ``name`` is not valid, as the end of an error
-    message; an empty string if it is. ``facts``: the program of all ranks, with the gradients, collectives and memory
+    """Return why the description of the parameter, buffer or constant called ``name`` is not valid, as the end of an
+    error message; empty if it is valid. ``facts``: the program of all ranks, with the gradients, collectives and memory
     of its block calls (such as layers).
     """
     program, state = facts.program, facts.program.states[name]
@@ -84,11 +84,10 @@ def _find_state_problem(facts: ProgramFacts, name: str) -> str:
 
 
 def _zero_problem(facts: ProgramFacts, name: str) -> str:
-    """Return why ZeRO cannot divide the parameter ``name`` as the program says, as the end of an error message; an
-    empty string if it can.
-
-    Ranks that divide a parameter must hold the same shard of it, and must sum its gradient over the mesh axes of ZeRO.
-    ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls (such as layers).
+    """Return why ZeRO cannot divide the parameter called ``name`` as the program says, as the end of an error message;
+    empty if it can. Ranks that divide a parameter must hold the same shard of it, and must sum its gradient over the
+    mesh axes of ZeRO. ``facts``: the program of all ranks, with the gradients, collectives and memory of its block
+    calls (such as layers).
     """
     program, state = facts.program, facts.program.states[name]
     if not state.zero_axes:
@@ -114,12 +113,10 @@ def _zero_problem(facts: ProgramFacts, name: str) -> str:
 
 
 def _is_gradient_summed(program: Program, state: StateData, layout: Layout, over_ep: Layout) -> bool:
-    """Return whether the gradient of a parameter, which ``state`` describes, is summed over exactly the mesh axes over
-    which it is a partial sum.
-
-    For an expert these axes are its replicas ``edp`` and, if its gradient is a partial sum over them, the ranks ``etp``
-    that share it. For other parameters only ``tp`` is checked. ``layout``, ``over_ep``: the parameter's layouts over
-    ``tp`` and ``ep``. ``program``: the program of all ranks.
+    """Return whether the gradient of the parameter that ``state`` describes is summed over exactly the mesh axes over
+    which it is a partial sum. For an expert, these are ``edp`` (its replicas) and, if its gradient is a partial sum
+    over the ranks that share it, ``etp``. For other parameters only ``tp`` is checked. ``layout``, ``over_ep``: the
+    parameter's layouts over ``tp`` and ``ep``. ``program``: the program of all ranks.
     """
     axes = split_axes(program, state.grad_axes)
     partial = layout.kind == "R'"
@@ -130,7 +127,7 @@ def _is_gradient_summed(program: Program, state: StateData, layout: Layout, over
 
 def compute_nested_shape(data: object) -> tuple[int, ...] | None:
     """Return the shape of the nested lists ``data``, the stored values of a constant, as a tuple of sizes; ``None`` if
-    ``data`` is ``None``. Of each list only the first element is looked at.
+    ``data`` is ``None``. Only the first element of each list is inspected.
     """
     shape: list[int] = []
     while isinstance(data, list | tuple):
@@ -141,12 +138,10 @@ def compute_nested_shape(data: object) -> tuple[int, ...] | None:
 
 def check_buckets(facts: ProgramFacts, stage: int) -> None:
     """Raise :class:`Refusal` if the gradient buckets of the pipeline stage ``stage`` (an index), or its lists of
-    recomputed calls, are wrong.
-
-    A bucket is a set of parameters whose gradients are reduced together. Each gradient that is a partial sum over mesh
-    axes must be in exactly one bucket, with those axes. Each parameter that ZeRO shards must be in exactly one bucket,
-    together with parameters that are sharded over the same axes. ``facts``: the program of all ranks, with the
-    gradients, collectives and memory of its block calls (such as layers).
+    recomputed calls, are wrong. A bucket is a set of parameters whose gradients are reduced together. Each gradient
+    that is a partial sum over mesh axes must be in exactly one bucket, with those axes. Each parameter that ZeRO shards
+    must be in exactly one bucket, together with parameters that are sharded over the same axes. ``facts``: the program
+    of all ranks, with the gradients, collectives and memory of its block calls (such as layers).
     """
     program, here = facts.program, facts.program.stages[stage]
     wanted: dict[str, tuple[str, ...]] = {}
@@ -199,25 +194,22 @@ def check_buckets(facts: ProgramFacts, stage: int) -> None:
 
 
 def _list_node_names(program: Program, stage: int, position: int) -> set[str]:
-    """Return the names of the nodes in the graph that a call (an execution of a block, such as a layer) runs.
-    ``position``: the call's position on the pipeline stage ``stage`` (an index).
-
-    ``program``: the program of all ranks.
+    """Return the names of the nodes in the graph of the block call (such as a layer) at ``position`` on the pipeline
+    stage ``stage`` (an index). ``program``: the program of all ranks.
     """
     return {node["name"] for node in program.blocks[program.stages[stage].calls[position].block].nodes}
 
 
 class Parameters:
-    """Checks that parameters that ZeRO shards are gathered before a call (an execution of a block, such as a layer)
-    reads them, and freed afterwards under ZeRO 3.
-
-    Parameters that are gathered together form a bucket, which is identified by its index on the pipeline stage.
+    """Checks that parameters that ZeRO shards are gathered before a block call (such as a layer) reads them, and freed
+    afterwards under ZeRO 3. Parameters that are gathered together form a bucket, identified by its index on the
+    pipeline stage.
     """
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
-        """Start before the first instruction of a rank of the pipeline stage ``stage`` (an index): nothing is gathered.
-        ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls (such as
-        layers).
+        """Start before the first instruction of a rank of the pipeline stage ``stage`` (an index), when nothing is
+        gathered. ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls
+        (such as layers).
         """
         self.program = facts.program
         self.here = facts.program.stages[stage]
@@ -236,10 +228,9 @@ class Parameters:
         return split_axes(self.program, zero_axes(self.program, self.states(number)))
 
     def gather(self, number: int, index: int) -> Hashable:
-        """Record an all-gather of the parameters of bucket ``number``, and return a key that identifies the collective.
-
-        A bucket is a set of parameters that are gathered together. All ranks that take part must have equal keys.
-        ``index``: position of the instruction. Raise :class:`Refusal` if there is nothing to gather.
+        """Record an all-gather of the parameters of bucket ``number`` (index of a set of parameters that are gathered
+        together). Return a key of the collective, which must be equal on all ranks that take part. ``index``: position
+        of the instruction. Raise :class:`Refusal` if the parameters are not sharded, or are already gathered.
         """
         if number not in self.shared:
             raise Refusal("fields", f"gathers bucket {number}, which is not sharded by ZeRO: remove the GATHER")
@@ -253,10 +244,8 @@ class Parameters:
         return self.under_way[number]
 
     def read(self, position: int) -> Iterator[Hashable]:
-        """Yield the keys of the all-gathers that must end before a call (an execution of a block, such as a layer)
-        runs. ``position``: the call's position on the stage.
-
-        Raise :class:`Refusal` if a parameter that the call reads is not gathered.
+        """Yield the keys of the all-gathers that must end before a block call (such as a layer) runs. ``position``: the
+        call's position on the stage. Raise :class:`Refusal` if a parameter that the call reads is not gathered.
         """
         for number in self.needs[position]:
             if number not in self.there:
@@ -269,10 +258,10 @@ class Parameters:
                 yield self.under_way.pop(number)
 
     def free(self, number: int, index: int) -> Hashable:
-        """Record that the instruction at position ``index`` frees the gathered parameters of bucket ``number``.
-
-        A bucket is a set of parameters that are gathered together. Return the key of the all-gather that must end
-        first; ``None`` if it was waited for before. Raise :class:`Refusal` if they are not gathered.
+        """Record that the instruction at position ``index`` frees the gathered parameters of bucket ``number`` (index
+        of a set of parameters that are gathered together). If their all-gather has not been waited for, return its key,
+        because it must end first; otherwise return ``None``. Raise :class:`Refusal` if the parameters are not gathered,
+        or must stay gathered.
         """
         if number not in self.shared or self.program.zero < 3:
             raise Refusal("fields", f"frees bucket {number}, whose parameters stay on the device: remove the FREE")
@@ -294,9 +283,8 @@ class Parameters:
 
 
 class PendingReductions:
-    """Tracks the collectives in progress on one rank that reduce gradients.
-
-    Methods that start one return the keys of the earlier ones that must end first.
+    """Tracks the collectives in progress on one rank that reduce gradients. Methods that start a collective return the
+    keys of the earlier ones that must end first.
     """
 
     def __init__(self) -> None:
@@ -308,10 +296,8 @@ class PendingReductions:
 
     def scatter(self, number: int, bucket: Bucket) -> tuple[list[Hashable], Hashable]:
         """Record the reduce-scatter over ZeRO axes of the gradients of ``bucket``, parameters that are reduced
-        together. Return the keys of the collectives that must end first, and the key on which all participants must
-        agree.
-
-        ``number``: index of the bucket.
+        together. Return the keys of the collectives that must end first, and the key of this one, on which all
+        participants must agree. ``number``: index of the bucket.
         """
         waits = [what for _, what in self._scattering.list_blocking()]
         self._scatters[number] += 1
@@ -320,16 +306,15 @@ class PendingReductions:
         return waits, what
 
     def computed(self) -> None:
-        """Record that a backward instruction has run. The next reduce-scatter, which is of the gradients of this
-        backward, starts only after all reduce-scatters in progress have ended.
+        """Record that a backward instruction has run. The next reduce-scatter then starts only after all in progress
+        have ended.
         """
         self._scattering.computed()
 
     def add_collective(self, number: int, bucket: Bucket, turn: Turn) -> tuple[list[Hashable], Hashable]:
         """Record the next collective that reduces the gradients of ``bucket``, parameters that are reduced together.
-        Return the keys of the collectives that must end first, and the key on which all participants must agree.
-
-        ``number``: index of the bucket. ``turn``: (SCATTER, REDUCE or GATHER; mesh axes).
+        Return the keys of the collectives that must end first, and the key of this one, on which all participants must
+        agree. ``number``: index of the bucket. ``turn``: (SCATTER, REDUCE or GATHER; mesh axes).
         """
         waits = [*self.ended(number)]
         if turn[0] == "GATHER" and turn[1] == bucket.levels[0]:
@@ -341,10 +326,9 @@ class PendingReductions:
         return waits, what
 
     def ended(self, number: int) -> Iterator[Hashable]:
-        """Mark the collectives in progress for the gradients of bucket ``number`` as ended, and yield the key of each.
-
-        A bucket is a set of parameters that are reduced together. Reduce-scatters of other buckets that were started
-        earlier end, too.
+        """Mark the collectives in progress for the gradients of bucket ``number`` (index of a set of parameters that
+        are reduced together) as ended, and yield the key of each. Reduce-scatters that were started earlier end, too,
+        also those of other buckets.
         """
         while any(bucket == number for bucket, _ in self._scattering):
             yield self._scattering.end_first()[1]
@@ -361,11 +345,10 @@ Bundle = tuple[tuple[str, ...], Hashable, str, str, int]
 
 def list_collective_bundles(program: Program, call: CallFacts, op: str, position: int) -> list[Bundle]:
     """Return the groups of consecutive collectives over the same mesh axes that one run of ``call``, an execution of a
-    block, starts.
-
-    Each group is a tuple (axes, key on which all ranks must agree, description of the first collective, name of its
-    graph node, number of collectives). ``op``: what runs: "F" forward, "B" backward, "I" its half for inputs, "W" its
-    half for weights. ``position``: the call's position on its pipeline stage. ``program``: the program of all ranks.
+    block, starts. Each group is a tuple (axes, key on which all ranks must agree, description of the first collective,
+    name of its graph node, number of collectives). ``op``: the part that runs: "F" forward, "B" backward, "I" the half
+    of the backward for inputs, "W" its half for weights. ``position``: the call's position on its pipeline stage.
+    ``program``: the program of all ranks.
     """
     uses = [(split_axes(program, (u.axis,)), u) for u in call.collectives(op)]
     found: list[Bundle] = []

@@ -1,7 +1,5 @@
-"""Static checks of a program: names, shapes, types and graphs are consistent, and inputs and outputs fit the global
-batch.
-
-Every fault is reported at the first instruction that it affects.
+"""Static checks of a program: names, shapes, dtypes and graphs are consistent, and inputs and outputs fit the global
+batch. Every fault is reported at the first instruction that it affects.
 """
 
 from __future__ import annotations
@@ -33,10 +31,9 @@ DATA_AXES = ("dp",)  # the mesh axes along which the batch is split, besides the
 
 
 def check_inputs(program: Program) -> None:
-    """Raise :class:`Refusal` unless each input of the batch fits the tensor of the program (the value) that it fills:
-    the value must have the shape and type of the part of the input that one rank reads for one microbatch.
-
-    ``program``: the program of all ranks.
+    """Raise :class:`Refusal` unless each input of the batch fits the program's tensor (the value) that it fills: the
+    value must have the shape and dtype of the part of the input that one rank reads for one microbatch. ``program``:
+    the program of all ranks.
     """
     for given in program.inputs:
         problem = _find_input_problem(program, given)
@@ -48,10 +45,8 @@ def check_inputs(program: Program) -> None:
 
 
 def _find_input_problem(program: Program, given: InputData) -> str:
-    """Return why ``given``, an input of the batch, does not fit the tensor of the program (the value) that it fills, as
-    the end of an error message; an empty string if it fits.
-
-    ``program``: the program of all ranks.
+    """Return why ``given``, an input of the batch, does not fit the program's tensor (the value) that it fills, as the
+    end of an error message; empty if it fits. ``program``: the program of all ranks.
     """
     if given.value not in program.values:
         return f"is the value {given.value!r}, which does not exist"
@@ -73,9 +68,8 @@ def _find_input_problem(program: Program, given: InputData) -> str:
 
 
 def check_outputs(program: Program) -> None:
-    """Raise :class:`Refusal` unless each output of the model is an existing value with the declared layout.
-
-    The loss must be one number that is equal on all ranks of ``tp`` and ``cp``. ``program``: the program of all ranks.
+    """Raise :class:`Refusal` unless each output of the model is an existing value with the declared layout, and the
+    loss is one number that is equal on all ranks of ``tp`` and ``cp``. ``program``: the program of all ranks.
     """
     for output in program.outputs:
         problem = "" if output.value is None else _find_output_problem(program, output, output.value)
@@ -89,7 +83,7 @@ def check_outputs(program: Program) -> None:
 
 def _find_output_problem(program: Program, output: OutputData, name: str) -> str:
     """Return why ``output``, an output of the model, cannot be the program's tensor (value) called ``name``, as the end
-    of an error message; an empty string if it can.
+    of an error message; empty if it can.
     """
     if name not in program.values:
         return f"is the value {name!r}, which does not exist"
@@ -108,9 +102,7 @@ def _find_output_problem(program: Program, output: OutputData, name: str) -> str
 
 
 def _find_loss_problem(program: Program) -> str:
-    """Return why the loss of a program is not valid, as an error message; an empty string if it is. ``program``: the
-    program of all ranks.
-    """
+    """Return why the loss of ``program`` is not valid, as an error message; empty if it is valid."""
     if program.loss is None:
         return "a program for training has no loss" if program.objective == "train" else ""
     if program.loss not in program.values:
@@ -122,13 +114,13 @@ def _find_loss_problem(program: Program) -> str:
     return ""
 
 
-DATA = "data"  # what graphs call the axis along which the batch is split: ranks of ``dp`` times microbatches
+DATA = "data"  # name in graphs of the axis along which the batch is split: ranks of ``dp`` times microbatches
 
 
 def check_structure(facts: ProgramFacts) -> None:
-    """Raise :class:`Refusal` at the first contradiction in the data of a program: names, shapes, types, layouts,
-    graphs, or the groups in which gradients are reduced. ``facts``: the program of all ranks, with the gradients,
-    collectives and memory of its block calls (such as layers).
+    """Raise :class:`Refusal` at the first contradiction in the data of a program: names, shapes, dtypes, layouts,
+    graphs, or gradient buckets. ``facts``: the program of all ranks, with the gradients, collectives and memory of its
+    block calls (such as layers).
     """
     program = facts.program
     _check_mesh(program)
@@ -157,10 +149,8 @@ def check_structure(facts: ProgramFacts) -> None:
 
 
 def _find_first_call(program: Program, wanted: Callable[[CallData], bool]) -> tuple[int, int | None]:
-    """Return the stage index and the position of the first call for which ``wanted`` is true; ``(0, None)`` if there is
-    none.
-
-    ``program``: the program of all ranks.
+    """Return the stage index and the position of the first block call (such as a layer) for which ``wanted`` returns
+    true; ``(0, None)`` if there is none. ``program``: the program of all ranks.
     """
     for s, stage in enumerate(program.stages):
         for position, call in enumerate(stage.calls):
@@ -179,10 +169,8 @@ def _is_value_of_call(value: str, call: CallData) -> bool:
 
 def _check_mesh(program: Program) -> None:
     """Raise :class:`Refusal` unless the sizes of the mesh axes fit the number of pipeline stages, the groups of ranks
-    for experts and the division of the batch. Also raise it if the program offloads states that it cannot offload
-    together, such as parameters without the optimizer that updates them.
-
-    ``program``: the program of all ranks.
+    for experts and the division of the batch, and the offloaded kinds of data can be offloaded together; for example,
+    parameters only together with the optimizer that updates them. ``program``: the program of all ranks.
     """
     if set(program.mesh) - set(MESH_AXES) or any(size < 1 for size in program.mesh.values()):
         raise Refusal("structure", f"the mesh {program.mesh} has axes other than {', '.join(MESH_AXES)}, or empty ones")
@@ -221,10 +209,8 @@ def _check_mesh(program: Program) -> None:
 
 
 def _check_blocks(program: Program) -> None:
-    """Raise :class:`Refusal` unless the graph of every block (a piece of the model) is well-formed, and its inferred
-    shapes and types equal those that it stores.
-
-    ``program``: the program of all ranks.
+    """Raise :class:`Refusal` unless the graph of every block (a piece of the model) is well-formed, and its stored
+    shapes and dtypes equal those inferred from the graph. ``program``: the program of all ranks.
     """
     axes = {axis: program.mesh.get(axis, 1) for axis in MESH_AXES if axis != "pp"}
     axes[DATA] = program.batch_microbatches
@@ -236,9 +222,9 @@ def _check_blocks(program: Program) -> None:
 
 
 def _check_calls(facts: ProgramFacts, stage: int) -> None:
-    """Raise :class:`Refusal` unless the calls (executions of blocks) of the pipeline stage ``stage`` (an index) name
-    existing tensors of the right shapes, and compute each value once. ``facts``: the program of all ranks, with the
-    gradients, collectives and memory of its block calls (such as layers).
+    """Raise :class:`Refusal` unless the block calls of the pipeline stage ``stage`` (an index) name existing tensors of
+    the right shapes, and compute each value once. ``facts``: the program of all ranks, with the gradients, collectives
+    and memory of its block calls (such as layers).
     """
     made: dict[str, int] = {}
     for position, call in enumerate(facts.program.stages[stage].calls):
@@ -252,11 +238,9 @@ def _check_calls(facts: ProgramFacts, stage: int) -> None:
 
 
 def _check_call_names(program: Program, stage: int, position: int, call: CallData) -> None:
-    """Raise :class:`Refusal` unless the block (graph of a layer, for example), parameters, buffers and values that
-    ``call``, a use of a block, names exist, and the parameters and buffers are on its pipeline stage ``stage`` (an
-    index). ``position``: the call's position on the stage.
-
-    ``program``: the program of all ranks.
+    """Raise :class:`Refusal` unless the block (the graph of a layer, for example), parameters, buffers and values that
+    the block call ``call`` names exist, and the parameters and buffers are on the pipeline stage ``stage`` (an index).
+    ``position``: the call's position on the stage. ``program``: the program of all ranks.
     """
     problem = ""
     if call.block not in program.blocks:
@@ -275,10 +259,8 @@ def _check_call_names(program: Program, stage: int, position: int, call: CallDat
 
 def _check_call_specs(facts: ProgramFacts, stage: int, position: int, call: CallData) -> None:
     """Raise :class:`Refusal` unless the tensors that ``call`` (an execution of a block) reads and computes have the
-    shapes and types of its graph.
-
-    ``position``: the call's position on the pipeline stage ``stage`` (an index). ``facts``: the program of all ranks,
-    with the gradients, collectives and memory of its block calls (such as layers).
+    shapes and dtypes of its graph. ``position``: the call's position on the pipeline stage ``stage`` (an index).
+    ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls.
     """
     program, block = facts.program, facts.blocks[call.block]
     for kind, have, want in (
@@ -300,8 +282,8 @@ def _check_call_specs(facts: ProgramFacts, stage: int, position: int, call: Call
 
 
 def _get_value_spec(value: Value) -> TensorSpec | None:
-    """Return the shape and type of ``value``, a tensor that passes between block calls (such as layers), on one rank
-    for one microbatch; ``None`` if its type or a layout is malformed.
+    """Return the shape and dtype of ``value``, a tensor that passes between block calls (such as layers), on one rank
+    for one microbatch; ``None`` if its dtype or a layout is malformed.
     """
     try:
         Layout.parse(value.layout)
@@ -312,10 +294,8 @@ def _get_value_spec(value: Value) -> TensorSpec | None:
 
 
 def _get_state_spec(program: Program, name: str) -> TensorSpec | None:
-    """Return the shape and type of one rank's shard of the parameter or buffer ``name``; ``None`` if its type or a
-    layout is malformed.
-
-    ``program``: the program of all ranks.
+    """Return the shape and dtype of one rank's shard of the parameter or buffer called ``name``; ``None`` if its dtype
+    or a layout is malformed. ``program``: the program of all ranks.
     """
     state = program.states[name]
     try:
@@ -325,9 +305,9 @@ def _get_state_spec(program: Program, name: str) -> TensorSpec | None:
 
 
 def _check_call_order(facts: ProgramFacts) -> None:
-    """Raise :class:`Refusal` if a tensor that a call (an execution of a block, such as a layer) reads is never
-    computed, or if calls depend on each other in a cycle. ``facts``: the program of all ranks, with the gradients,
-    collectives and memory of its block calls (such as layers).
+    """Raise :class:`Refusal` if a tensor that a block call (such as a layer) reads is never computed, or if calls
+    depend on each other in a cycle. ``facts``: the program of all ranks, with the gradients, collectives and memory of
+    its block calls.
     """
     placed = set(facts.order)
     for s, stage in enumerate(facts.program.stages):
@@ -338,10 +318,8 @@ def _check_call_order(facts: ProgramFacts) -> None:
 
 
 def _check_value_sources(program: Program) -> None:
-    """Raise :class:`Refusal` if different calls (executions of blocks) compute the same value. One call may be run by
-    several pipeline stages if the value needs no gradient.
-
-    ``program``: the program of all ranks.
+    """Raise :class:`Refusal` if different block calls (such as layers) compute the same value. Several pipeline stages
+    may run an equal call if its value needs no gradient. ``program``: the program of all ranks.
     """
     batch = CallData(block="", path="the batch")
     source: dict[str, tuple[int, CallData]] = {i.value: (-1, batch) for i in program.inputs}

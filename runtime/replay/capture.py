@@ -1,12 +1,12 @@
 """Record the operators that run between two points of a step, and repeat them on the same memory.
 
-A :class:`Capture` has two implementations. :class:`CudaGraphCapture` records kernels in CUDA graphs: a replay issues
+A :class:`Capture` has two implementations. :class:`CudaGraphCapture` records kernels in CUDA graphs: a replay launches
 all kernels of a graph at once. :class:`OperatorCapture` records PyTorch operators with their tensors, and calls them
 again one by one. It works on every device, needs no compiler and is not faster than the step itself: it exists to
-check, on a machine without a GPU, that a program can be recorded and that its replay computes the same.
+check, on a machine without a GPU, that a program can be recorded and that its replay computes the same results.
 
-Both have one rule: a recorded operator reads and writes the memory that it had when it was recorded. Whoever records
-must keep the tensors that are read or written from outside at their addresses.
+Both have one rule: a recorded operator reads and writes the memory that it had when it was recorded. The caller must
+keep tensors that are read or written from outside at their addresses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Replay = Callable[[], object]
 
 class Capture(Protocol):
     """Interface of an object that records the operators that run on one thread, so that they can be repeated. A
-    recording consists of segments: what runs between :meth:`begin` and :meth:`end`. ``kind``: a name for this way of
+    recording consists of segments, the operators between :meth:`begin` and :meth:`end`. ``kind``: name of this way of
     recording, such as ``"CUDA graphs"``, for reports. ``collectives``: whether a segment may contain collectives, which
     the device then runs by itself.
     """
@@ -41,27 +41,27 @@ class Capture(Protocol):
         """Start to record a segment: all operators of this thread until :meth:`end`."""
 
     def end(self) -> Replay | None:
-        """End the segment that is being recorded. Return a function that repeats its operators; ``None`` if it has
-        none. When this returns, the operators of the segment have run once.
+        """End the segment that is being recorded, and return a function that repeats its operators; ``None`` if the
+        segment has no operators. When this returns, the operators of the segment have run once.
         """
 
     def abort(self) -> None:
         """Drop the segment that is being recorded, after an error. Do nothing if there is none."""
 
     def watch(self) -> AbstractContextManager[list[str]]:
-        """Return a context manager for code that is not being recorded, to find out whether it can be. Its value is a
-        list, which afterwards has a text for each place at which the host read a value from the device. Such code
-        cannot be recorded, because a replay does not run on the host.
+        """Return a context manager that detects whether the code inside, which is not being recorded, could be
+        recorded. Its value is a list, which finally has a text for each place at which the host read a value from the
+        device. Such code cannot be recorded, because a replay does not run it on the host.
         """
 
     def pause_watch(self) -> AbstractContextManager[None]:
-        """Return a context manager inside of :meth:`watch`, in which the host may read values from the device without
-        being noted, as collectives do.
+        """Return a context manager, for use inside of :meth:`watch`, in which reads of device values by the host, such
+        as those of collectives, are ignored.
         """
 
 
 def copy_values(target: Tensor, source: Tensor) -> None:
-    """Copy the values of ``source`` to ``target``, a tensor of the same shape and strides, unless they have the same
+    """Copy the values of ``source`` to ``target``, a tensor of the same shape and strides, unless both have the same
     memory. Expanded dims (stride 0) are allowed.
     """
     if source is target or (share_memory(source, target) and source.data_ptr() == target.data_ptr()):
@@ -123,13 +123,14 @@ class _OperatorLog(TorchDispatchMode):
             self.calls.append(_repeat_into(func, args, kwargs, results, fresh))
         elif writes:
             self.calls.append(lambda: func(*args, **kwargs))
-        return result  # otherwise it is a view, and remains one
+        return result  # if neither applies, the result is a view, which stays valid in replays
 
 
 def _repeat_into(func: Any, args: Any, kwargs: Any, results: Sequence[Tensor], fresh: Sequence[bool]) -> Replay:
     """Return a function that runs the operator ``func`` again with ``args`` and ``kwargs``, and copies its results to
-    ``results``, the tensors that it returned when it was recorded. ``fresh``: for each of these, whether it has memory
-    of its own; views are not copied."""
+    ``results``, the tensors that it returned when it was recorded. ``fresh``: for each of these, whether it has its own
+    memory; views are not copied.
+    """
 
     def repeat() -> None:
         again = [x for x in pytree.tree_leaves(func(*args, **kwargs)) if isinstance(x, Tensor)]
@@ -141,10 +142,9 @@ def _repeat_into(func: Any, args: Any, kwargs: Any, results: Sequence[Tensor], f
 
 
 class OperatorCapture:
-    """Records PyTorch operators in Python, and repeats them one by one.
-
-    One object records all segments of a step, one after the other. Collectives are not recorded, so a segment ends
-    before each of them. All results of recorded operators keep their memory between steps.
+    """Records PyTorch operators in Python, and repeats them one by one. One object records all segments of a step, one
+    after the other. Collectives are not recorded, so a segment ends before each collective. All results of recorded
+    operators keep their memory between steps.
     """
 
     kind = "recorded operators"
@@ -201,11 +201,9 @@ class OperatorCapture:
 
 
 class CudaGraphCapture:
-    """Records kernels in CUDA graphs. All graphs of one engine share a memory pool, in which a tensor's memory is used
-    again after the program has released the tensor, as in a step that is not recorded.
-
-    Graphs of one step must be replayed in the order in which they were recorded. NCCL's collectives are recorded like
-    kernels.
+    """Records kernels in CUDA graphs. All graphs of one engine share a memory pool, in which a tensor's memory is
+    reused after the program has released the tensor, as in a step that is not recorded. Graphs of one step must be
+    replayed in the order in which they were recorded. NCCL's collectives are recorded like kernels.
     """
 
     kind = "CUDA graphs"

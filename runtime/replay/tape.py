@@ -2,11 +2,11 @@
 
 A :class:`Tape` records a step while it runs. Device operators go to segments of a :class:`Capture`. Work that cannot be
 in a segment ends it, and is stored as a function that the host calls again in each replay: collectives that the device
-does not run by itself (:class:`RecordedCommunicator`), and code that the executor names. In a replay the host calls the
-segments and functions in their order, and nothing else of the step's Python code runs.
+does not run by itself (:class:`RecordedCommunicator`), and functions that the executor names. In a replay the host
+calls the segments and functions in their order, and does not run any other Python code of the step.
 
-Tensors that a segment reads and that the host makes, such as results of collectives, keep the memory that they had in
-the recording: a replay copies the new values there.
+Tensors that the host produces and a segment reads, such as results of collectives, keep the memory that they had in the
+recording: a replay copies the new values there.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Entry = tuple[int, Replay]
 
 
 class Tape:
-    """The recording of one step, which later steps replay. It consists of segments of operators that run on the device,
-    and of functions that the host calls between them.
+    """The recording of one step, which later steps replay: segments of operators that run on the device, and functions
+    that the host calls between them.
 
     A step is divided into numbered places, such as the actions of an executor. ``entries``: pairs (place, function
-    without arguments that repeats a segment or calls the host's function), in the order of execution; a segment that
+    without arguments that replays a segment or calls the host's function), in the order of execution; a segment that
     spans several places has the first one. ``host``: kind of function -> number of functions that the host calls.
     ``num_segments``: number of segments. ``capture``: records segments, such as in CUDA graphs.
     """
@@ -62,9 +62,10 @@ class Tape:
         self.entries = []
 
     def run_on_host(self, first: Replay, again: Replay | None = None, kind: str = "host") -> None:
-        """Call ``first`` now, outside of the recorded segments, and store that each replay calls ``again`` at this
-        point; ``None``: replays call ``first``. ``kind``: a word for the function's purpose, such as ``all-reduce``;
-        functions are counted by kind."""
+        """Call ``first`` now, outside of the recorded segments. Each replay calls ``again`` at this point; if ``again``
+        is ``None``, ``first``. ``kind``: a word for the function's purpose, such as ``all-reduce``, by which functions
+        are counted.
+        """
         self._end_segment()
         first()
         self.entries.append((self.place, again or first))
@@ -77,7 +78,7 @@ class Tape:
         self.recording = True
 
     def _end_segment(self) -> None:
-        # A segment may not leave a collective behind: the next one could not wait for it.
+        # Collectives must end in the segment that started them: the next segment could not wait for them.
         for pending in list(self._open.values()):
             pending.wait()
         self.recording = False
@@ -87,9 +88,10 @@ class Tape:
             self.num_segments += 1
 
     def start_collective(self, kind: str, call: Callable[[], Pending]) -> Pending:
-        """Start a collective by ``call``, and return it. While a step is recorded, also record it, so that replays
-        start it again. ``kind``: name of the collective, such as ``all-reduce``; functions that the host calls in a
-        replay are counted by kind."""
+        """Start a collective by ``call``, and return it. While a step is recorded, also record the collective, so that
+        replays start it again. ``kind``: name of the collective, such as ``all-reduce``, by which functions that the
+        host calls in a replay are counted.
+        """
         if not self.recording:
             with self.capture.pause_watch():
                 return call()
@@ -106,16 +108,14 @@ class Tape:
         return pending
 
     def close_collective(self, pending: RecordedPending) -> None:
-        """Record that the step has waited for ``pending``, a collective that is part of a recorded segment of
-        operators.
-        """
+        """Record that the step has waited for ``pending``, a collective in a recorded segment of operators."""
         self._open.pop(id(pending), None)
 
 
 class RecordedPending:
     """A collective or transfer in progress in a step that is recorded on ``tape``. A replay copies the result to the
-    memory that it had in the recorded step. ``kind``: a word for it, under which it is counted. ``started``: the same
-    collective as the underlying communicator has returned it, in the recorded step or in the last replay.
+    memory that it had in the recorded step. ``kind``: a word under which it is counted. ``started``: the handle that
+    the underlying communicator has returned, in the recorded step or in the last replay.
     """
 
     def __init__(self, tape: Tape, kind: str, started: Pending | TransferHandle | None = None) -> None:
@@ -152,16 +152,16 @@ class RecordedPending:
         self.started = None
 
     def release(self) -> None:
-        """Free the memory of the collective's result if the collective is part of a recorded segment, whose replays
-        then free it, too. Otherwise keep the memory, because replays copy the result to it.
+        """If the collective is part of a recorded segment, free the memory of its result, which replays then free, too.
+        Otherwise keep the memory, because replays copy the result to it.
         """
         if self._inside and self.started is not None:
             self.started.release()  # type: ignore[union-attr]  # transfers are never released
 
 
 class RecordedGroup:
-    """A process group that runs collectives with ``group``. While a step is recorded, it also records them on ``tape``,
-    so that later steps can replay them.
+    """A process group that runs collectives with ``group`` and, while a step is recorded, also records them on
+    ``tape``, so that later steps can replay them.
     """
 
     def __init__(self, tape: Tape, group: RankGroup) -> None:
@@ -191,10 +191,9 @@ class RecordedGroup:
 
 
 class RecordedCommunicator:
-    """A communicator that runs collectives, sends and receives with ``communicator``. While a step is recorded, it also
-    records them on ``tape``, so that later steps can replay them.
-
-    It implements :class:`partitioner.runtime.comm.group.Communicator`.
+    """A communicator that runs collectives, sends and receives with ``communicator`` and, while a step is recorded,
+    also records them on ``tape``, so that later steps can replay them. Implements
+    :class:`partitioner.runtime.comm.group.Communicator`.
     """
 
     def __init__(self, tape: Tape, communicator: Communicator) -> None:
@@ -208,15 +207,15 @@ class RecordedCommunicator:
         links: Sequence[PipelineEdge],
         gathering: Sequence[tuple[int, ...]] = (),
     ) -> None:
-        """Open process groups and pipeline links. ``groups``: the groups, as tuples of ranks. ``links``: connections to
-        ranks of other pipeline stages. ``gathering``: those groups that get a second channel, for all-gathers of
+        """Create process groups and pipeline links. ``groups``: the groups, as tuples of ranks. ``links``: connections
+        to ranks of other pipeline stages. ``gathering``: groups that get a second channel, for all-gathers of
         parameters.
         """
         self.communicator.prepare(groups, links, gathering)
 
     def group(self, ranks: tuple[int, ...], gathering: bool = False) -> RankGroup:
-        """Return the process group of the ranks ``ranks``, which :meth:`prepare` has opened; with ``gathering``, its
-        second channel, for all-gathers of parameters.
+        """Return the process group of the ranks ``ranks``, which :meth:`prepare` has created. If ``gathering`` is true,
+        return its second channel, for all-gathers of parameters.
         """
         group = self.communicator.group(ranks, gathering)
         return group if group.size == 1 else RecordedGroup(self.tape, group)

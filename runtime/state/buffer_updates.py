@@ -16,10 +16,9 @@ _SHORT = (torch.float16, torch.bfloat16)
 
 
 class BufferUpdates:
-    """The buffers of a rank that a training step changes, such as running statistics.
-
-    ``states``: name -> parameter or buffer that this rank holds. ``communicator``: connects this rank with the others.
-    If ``keep`` is set, the values before each update are stored, so that the step can be repeated.
+    """The buffers of a rank that a training step changes, such as running statistics. ``states``: name -> parameter or
+    buffer that this rank holds. ``communicator``: connects this rank with the others. If ``keep`` is set, the values
+    before each update are stored, so that the step can be repeated.
     """
 
     def __init__(self, rank: RankProgram, states: Mapping[str, Tensor], communicator: Communicator) -> None:
@@ -29,25 +28,23 @@ class BufferUpdates:
         self._before: dict[str, Tensor] = {}
         self._sums: dict[str, Tensor] = {}
         kept = {name for name in self._held if rank.program.states[name].keeps is not None}
-        self.added = {self._find_update_value(name) for name in kept}  # values that are added up over microbatches
+        self.added = {self._find_update_value(name) for name in kept}  # values that are summed over microbatches
 
     def begin(self) -> None:
         self._sums = {}
 
     def add(self, microbatch: int, value: str, part: Tensor) -> None:
-        """Add ``part``, the value of one microbatch of the tensor that ``value`` names in the program, to the sum over
-        microbatches from which a buffer is updated at the end of the step.
-
-        Types shorter than float32 are summed in float32. ``microbatch`` is not used.
+        """Add ``part``, the value of one microbatch of the program's tensor named ``value``, to the sum over
+        microbatches from which a buffer is updated at the end of the step. Dtypes shorter than float32 are summed in
+        float32. ``microbatch`` is not used.
         """
         part = part.float() if part.dtype in _SHORT else part
         self._sums[value] = self._sums[value] + part if value in self._sums else part.clone()
 
     def write(self, names: Sequence[str], values: Mapping[str, Tensor]) -> None:
-        """Set the buffers ``names`` to their new values at the end of a step.
-
-        ``values``: the new values that this pipeline stage computed, by the name of the value in the program. If
-        several stages share a buffer, one of them computes the new value, and all ranks of these stages receive it.
+        """Set the buffers ``names`` to their new values at the end of a step. ``values``: the new values that this
+        pipeline stage computed, by the name of the value in the program. If several stages share a buffer, one of them
+        computes the new value, and all ranks of these stages receive it.
         """
         if self.keep:
             self._before |= {name: self._held[name].clone() for name in names}
@@ -60,11 +57,9 @@ class BufferUpdates:
                 self._update_tied_buffers(ranks, shared, values)
 
     def _sum_updates(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return the new values of those buffers in ``names`` that this rank updates from a sum: name of the new value
-        in the program -> tensor.
-
-        A new value is the sum over microbatches and ``dp`` ranks, plus the old value of the buffer times a factor that
-        the program has for it.
+        """Return the new values of those buffers in ``names`` that this rank updates from a sum, as a dict: name of the
+        new value in the program -> tensor. A new value is the sum over microbatches and ``dp`` ranks, plus the old
+        value of the buffer times a factor from the program.
         """
         here = [name for name in names if self._find_update_value(name) in self._sums]
         if not here:
@@ -74,16 +69,15 @@ class BufferUpdates:
         made = {}
         for name, pending in zip(here, sums, strict=True):
             held, keeps, added = self._held[name], self.rank.program.states[name].keeps, pending.wait()
-            if keeps:  # else what was no number is gone
+            if keeps:  # 0 times a NaN or infinity would be NaN
                 added = added + (held if keeps == 1.0 else keeps * held)
             made[self._find_update_value(name)] = added.to(held.dtype)
         return made
 
     def _update_tied_buffers(self, ranks: tuple[int, ...], names: Sequence[str], values: Mapping[str, Tensor]) -> None:
         """Set the buffers ``names``, which several pipeline stages share, on all ``ranks`` to the value that one of
-        these ranks has computed.
-
-        ``values``: name of the new value in the program -> tensor, on the rank that computed it; empty on others.
+        these ranks has computed. ``values``: name of the new value in the program -> tensor, on the rank that computed
+        it; empty on other ranks.
         """
         group = self.communicator.group(ranks)
         sums = []
@@ -98,10 +92,9 @@ class BufferUpdates:
 
     @contextmanager
     def repeat_last(self) -> Iterator[None]:
-        """Return a context in which the last step can be repeated. Until its end, the buffers that a step changes have
-        the values from before the last step.
-
-        These values exist only if they were stored. At the end of the block the current values are restored.
+        """Return a context manager in which the last step can be repeated: inside, the buffers that a step changes have
+        the values from before the last step, which must have been stored (``keep``). On exit the current values are
+        restored.
         """
         after = {name: held.clone() for name, held in self._held.items()}
         before, keep, self.keep = self._before, self.keep, False

@@ -1,13 +1,12 @@
 """Keep optimizer states on a node's disk, in tensors backed by a mapped file, and step the optimizer in windows.
 
 The pages of a mapped file are in memory only while they are used. A file is unlinked once it is mapped. Its space is
-thus released when its process ends in any way, nothing is left over for a later run, and runs cannot conflict in a
-folder.
+thus released when its process ends in any way, no files are left for a later run, and runs cannot conflict in a folder.
 
 The optimizer updates one window of parameters at a time, whose states are in memory. Its own ``step`` runs once per
 window, on parameter groups that have only the window's parameters. The result is the same for optimizers that update
-each parameter from itself, its gradient and its state; others are refused, as far as they can be detected. While one
-window is updated, the next one is read and the previous one is written.
+each parameter only from its value, its gradient and its state; others are refused, as far as they can be detected.
+While one window is updated, the next one is read and the previous one is written.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from partitioner.runtime.errors import OffloadError
 
-FOLDER = "PARTITION_OFFLOAD_FOLDER"  # in the environment: where an engine that is not told otherwise has its files
+FOLDER = "PARTITION_OFFLOAD_FOLDER"  # environment variable with the default folder of an engine's files
 
 _PREFIX = ".partition-offload-"
-_ALIGN = 64  # bytes: of tensors
-_MIN_FILE_BYTES = 16 << 20  # bytes that a file is made for at least
+_ALIGN = 64  # alignment of tensors in bytes
+_MIN_FILE_BYTES = 16 << 20  # minimum size of a file
 _MS_SYNC = 4  # of <sys/mman.h>
 _GIB = 2**30
 _IN_MEMORY = ("tmpfs", "ramfs")
@@ -52,8 +51,8 @@ def is_mapped(tensor: Tensor) -> bool:
 
 
 def release_pages(tensor: Tensor) -> None:
-    """Remove the pages of ``tensor`` from memory if the tensor is a mapped file; else do nothing. The pages are read
-    from the file when they are used again.
+    """If ``tensor`` is a mapped file, remove its pages from memory; otherwise do nothing. The pages are read from the
+    file when they are used again.
     """
     if is_mapped(tensor) and tensor.numel():
         _advise_kernel(*_compute_page_span(tensor), mmap.MADV_DONTNEED)
@@ -61,9 +60,7 @@ def release_pages(tensor: Tensor) -> None:
 
 def view_own_storage(tensor: Tensor) -> Tensor:
     """Return a tensor that shares the memory of ``tensor`` and whose storage has exactly the bytes of ``tensor``, so
-    that code which saves whole storages saves no more than that.
-
-    It is valid only while ``tensor`` exists.
+    that code that saves whole storages saves only these bytes. The result is valid only while ``tensor`` exists.
     """
     content = (ctypes.c_byte * tensor.nbytes).from_address(tensor.data_ptr())
     return torch.frombuffer(content, dtype=tensor.dtype).view(tensor.shape)
@@ -71,7 +68,7 @@ def view_own_storage(tensor: Tensor) -> Tensor:
 
 def trim_allocator() -> None:
     """Return unused memory of the C allocator to the operating system, if the C library can."""
-    if hasattr(_load_libc(), "malloc_trim"):  # of glibc
+    if hasattr(_load_libc(), "malloc_trim"):  # only glibc has it
         _load_libc().malloc_trim(0)
 
 
@@ -95,10 +92,9 @@ class _File:
 
 
 class Disk:
-    """Allocates tensors in files in ``folder`` that are mapped into memory, for one rank.
-
-    ``reserved``: bytes that are allocated when the object is created; further files are added when needed. Raise
-    :class:`OffloadError` if the folder does not exist or has too little space, or if the system is not Linux.
+    """Allocates tensors in files in ``folder`` that are mapped into memory, for one rank. ``reserved``: bytes that are
+    allocated when the object is created; further files are added when needed. Raise :class:`OffloadError` if the folder
+    does not exist or has too little space, or if the system is not Linux.
     """
 
     def __init__(self, folder: str | Path, reserved: int = 0) -> None:
@@ -123,7 +119,6 @@ class Disk:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a new tensor of ``shape`` and ``dtype`` in a file that is mapped into memory, with undefined contents.
-
         Raise :class:`OffloadError` if there is too little space.
         """
         size = math.prod(shape)
@@ -136,9 +131,7 @@ class Disk:
         return flat.view(torch.Size(shape))
 
     def warn_if_in_memory(self) -> None:
-        """Warn if the file system of the folder in which tensors are kept is in memory (tmpfs), so that offloading
-        saves no memory.
-        """
+        """Warn if the file system of the folder is in memory (tmpfs), so that offloading does not save memory."""
         if _file_system(self.folder) in _IN_MEMORY:
             warnings.warn(
                 f"offload_folder: {self.folder} is in memory, so offload saves no memory: name a folder on a disk",
@@ -148,14 +141,12 @@ class Disk:
     def prefetch(self, tensors: Iterable[Tensor]) -> None:
         """Start to read ``tensors`` from disk into memory, because they will be used soon."""
         for start, size in _merge_page_spans(tensors):
-            with contextlib.suppress(OSError):  # else it is read when it is used
+            with contextlib.suppress(OSError):  # without prefetching, pages are read when they are used
                 _advise_kernel(start, size, mmap.MADV_WILLNEED)
 
     def write_back(self, tensors: Iterable[Tensor]) -> None:
         """Start to write ``tensors`` to disk and to remove their pages from memory, after the previous such write has
-        ended.
-
-        Raise ``OSError`` if the previous write failed.
+        ended. Raise ``OSError`` if the previous write failed.
         """
         self.wait()
         spans = list(_merge_page_spans(tensors))
@@ -165,7 +156,7 @@ class Disk:
 
     def wait(self) -> None:
         """Wait until the last write of tensors to disk that was started in the background is complete. Raise
-        ``OSError`` if the disk failed.
+        ``OSError`` if it failed.
         """
         if self._behind is not None:
             self._behind.join()
@@ -181,26 +172,23 @@ class Disk:
 
     def _write_back(self, spans: Sequence[tuple[int, int]]) -> None:
         """Write memory ranges to disk and remove their pages from memory. This runs in a thread. An ``OSError`` is
-        stored; :meth:`wait` raises it.
-
-        ``spans``: pairs (start address, length in bytes).
+        stored; :meth:`wait` raises it. ``spans``: pairs (start address, length in bytes).
         """
         try:
             for start, size in spans:
                 _call_libc("msync", start, size, _MS_SYNC)
                 _advise_kernel(start, size, mmap.MADV_DONTNEED)
-                for file in self._files:  # what is clean, and mapped nowhere, need not stay in the page cache
+                for file in self._files:  # also drop the written pages from the page cache
                     first, last = max(start, file.start), min(start + size, file.start + file.size)
-                    if first < last:  # files may be neighbours in memory
+                    if first < last:  # a span may cover several files that are adjacent in memory
                         os.posix_fadvise(file.handle, first - file.start, last - first, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             self._error = error
 
     def _add_file(self, nbytes: int) -> None:
-        """Create a file of ``nbytes`` bytes and map it into memory, with all of its blocks allocated on the disk.
-
-        Writing to a page without a block on the disk would kill the process. Raise :class:`OffloadError` if there is
-        too little space.
+        """Create a file of ``nbytes`` bytes and map it into memory, with all of its blocks allocated on the disk,
+        because writing to a page without a block would kill the process. Raise :class:`OffloadError` if there is too
+        little space.
         """
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         free = shutil.disk_usage(self.folder).free
@@ -238,7 +226,7 @@ def _file_system(folder: Path) -> str:
         return ""
     parents = {str(parent) for parent in (folder.resolve(), *folder.resolve().parents)}
     over = [(len(mount[1]), number, mount[2]) for number, mount in enumerate(mounts) if mount[1] in parents]
-    return max(over, default=(0, 0, ""))[2]  # of those at one place the last hides the others
+    return max(over, default=(0, 0, ""))[2]  # the last of several mounts at one place hides the others
 
 
 def _compute_page_span(tensor: Tensor) -> tuple[int, int]:
@@ -250,8 +238,8 @@ def _compute_page_span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _merge_page_spans(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
-    """Yield start address and length in bytes of the memory pages of those ``tensors`` that are on disk; adjacent ones
-    are merged.
+    """Yield start address and length in bytes of the memory pages of those of ``tensors`` that are on disk. Adjacent
+    ranges are merged.
     """
     spans = sorted(_compute_page_span(tensor) for tensor in tensors if tensor.numel() and is_mapped(tensor))
     begin = end = 0
@@ -280,7 +268,7 @@ def _advise_kernel(start: int, size: int, how: int) -> None:
     _call_libc("madvise", start, size, how)
 
 
-WINDOW = 64 << 20  # bytes of parameters; their states under Adam are twice that
+WINDOW = 64 << 20  # bytes of parameters in a window; their states under Adam take twice as many
 
 KEEPER = "_window_keeper"
 
@@ -296,10 +284,8 @@ def find_disk_states(optimizer: torch.optim.Optimizer | None) -> DiskOptimizerSt
 
 def keep_on_disk(optimizer: torch.optim.Optimizer, disk: Disk, ready: Callable[[], None]) -> None:
     """Move the states of ``optimizer`` to ``disk``, and change its ``step`` so that it updates a few parameters at a
-    time. Only the states of these few are in memory meanwhile.
-
-    ``ready``: called without arguments before every step. Raise :class:`OffloadError` if the optimizer cannot run in
-    this way.
+    time, with only the states of these few in memory. ``ready``: function that is called without arguments before every
+    step. Raise :class:`OffloadError` if the optimizer cannot run in this way.
     """
     kind = type(optimizer)
     if find_disk_states(optimizer) is not None:
@@ -326,15 +312,13 @@ def keep_on_disk(optimizer: torch.optim.Optimizer, disk: Disk, ready: Callable[[
 
 def require_states_on_disk(engine: object, parameters: Iterable[nn.Parameter]) -> None:
     """Make the step of any optimizer of ``parameters`` raise :class:`OffloadError` if the optimizer keeps its states in
-    memory instead of on disk.
-
-    This applies as long as ``engine`` exists.
+    memory instead of on disk. This applies as long as ``engine`` exists.
     """
     own = {id(parameter) for parameter in parameters}
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Raise :class:`OffloadError` if ``optimizer`` steps a parameter of the engine, but would keep its states in
-        memory instead of on disk.
+        """Raise :class:`OffloadError` if ``optimizer`` steps a parameter of the engine, but keeps its
+        states in memory.
         """
         if find_disk_states(optimizer) is None and any(
             id(p) in own for g in optimizer.param_groups for p in g["params"]
@@ -351,8 +335,8 @@ class StepHook:
     """Functions that are called before every step of any torch optimizer, each as long as the engine that added it
     exists.
 
-    One global torch hook calls all of them. It is never removed, because torch iterates over its hooks during a step,
-    and an engine may be garbage-collected at that time.
+    One global torch hook calls all of them. The hook is never removed, because torch iterates over its hooks during a
+    step, and an engine may be garbage-collected at that time.
     """
 
     def __init__(self) -> None:
@@ -361,10 +345,8 @@ class StepHook:
         self._is_registered = False
 
     def add(self, engine: object, check: _Check) -> None:
-        """Call ``check`` before every step of any optimizer, as long as ``engine`` exists.
-
-        ``check`` is called with the optimizer, and with the positional and keyword arguments of its step. ``check``
-        must not refer to ``engine``.
+        """Call ``check`` before every step of any optimizer, as long as ``engine`` exists. ``check`` is called with the
+        optimizer, and with the positional and keyword arguments of its step. ``check`` must not refer to ``engine``.
         """
         with self._changing:
             self._checks.setdefault(engine, []).append(check)
@@ -383,9 +365,8 @@ step_hook = StepHook()
 
 
 class DiskOptimizerStates:
-    """The states of one optimizer on disk, and its step, which updates one window (some parameters) at a time.
-
-    ``raw``: the optimizer's own step without hooks. ``disk``: allocates the tensors. ``ready``: called without
+    """The states of one optimizer on disk, and its step, which updates one window (some parameters) at a time. ``raw``:
+    the optimizer's own step without hooks. ``disk``: allocates the tensors. ``ready``: function that is called without
     arguments before every step.
     """
 
@@ -399,8 +380,8 @@ class DiskOptimizerStates:
         self._disk.wait()
 
     def allocate(self, parameter: nn.Parameter, key: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return the tensor on disk for the optimizer state ``key`` of ``parameter``. Allocate it if there is none of
-        this ``shape`` and ``dtype``.
+        """Return the tensor on disk for the optimizer state ``key`` of ``parameter``. If there is none of this
+        ``shape`` and ``dtype``, allocate it.
         """
         slot = self._slots.get((id(parameter), key))
         if slot is None or slot.shape != torch.Size(shape) or slot.dtype != dtype:
@@ -408,11 +389,10 @@ class DiskOptimizerStates:
         return slot
 
     def step(self, closure: Callable[[], Any] | None, more: dict[str, Any]) -> Any:
-        """Run the optimizer's step window by window (some parameters at a time), and return the loss.
-
-        ``closure``: computes the loss and the gradients, and is called once before the windows; ``None``: it is not
-        needed, and ``None`` is returned. ``more``: further keyword arguments of the step. Raise :class:`OffloadError`
-        if the step does not update each parameter by itself, and ``OSError`` if the disk fails.
+        """Run the optimizer's step window by window (some parameters at a time), and return the loss. ``closure``:
+        computes the loss and the gradients, and is called once before the windows; ``None``: there is no closure, and
+        ``None`` is returned. ``more``: further keyword arguments of the step. Raise :class:`OffloadError` if the step
+        does not update each parameter independently of the others, and ``OSError`` if the disk fails.
         """
         optimizer, loss = self._optimizer, None
         self._ready()
@@ -436,8 +416,8 @@ class DiskOptimizerStates:
         return loss
 
     def _divide_into_windows(self) -> Iterator[list[_Part]]:
-        """Yield groups of about 64 MiB of parameters that are updated together, each a list of (index of the parameter
-        group, parameters of this group).
+        """Yield windows: groups of about 64 MiB of parameters that are updated together. Each is a list of pairs (index
+        of the parameter group, parameters of this group).
         """
         window: list[_Part] = []
         room = WINDOW
@@ -456,17 +436,15 @@ class DiskOptimizerStates:
 
     def _list_read_tensors(self, window: Sequence[_Part]) -> Iterator[Tensor]:
         """Yield the tensors that the optimizer reads for one window (parameters that are updated together): parameters
-        with gradients, and their states.
-
-        ``window``: list of (index of the parameter group, parameters of this group).
+        with gradients, and their states. ``window``: list of (index of the parameter group, parameters of this group).
         """
         for parameter in (p for _, parameters in window for p in parameters if p.grad is not None):
             yield parameter.data
             yield from (held[key] for held, key, _ in _list_disk_tensors(self._optimizer.state.get(parameter, {})))
 
     def _move_to_disk(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Copy the optimizer states of ``parameters`` to their tensors on disk. Start to write these and to remove them
-        from memory.
+        """Copy the optimizer states of ``parameters`` to their tensors on disk, and start to write these tensors and to
+        remove them from memory.
         """
         used: list[Tensor] = []
         moved = False
@@ -488,12 +466,12 @@ class DiskOptimizerStates:
     def _require_unchanged_shared_state(
         self, parts: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]], before: dict[str, Any]
     ) -> None:
-        """Raise :class:`OffloadError` if a step of the optimizer with some of its parameters changed something that
-        does not belong to a single parameter, so that steps with the other parameters would see the change.
+        """Raise :class:`OffloadError` if a step of the optimizer with some of its parameters changed an object that
+        does not belong to a single parameter, so that steps with the other parameters would see the change: an option
+        of a group, a number attribute of the optimizer, or a state whose key is not a parameter.
 
-        Such a thing is an option of a group, a number attribute of the optimizer, or a state whose key is not a
-        parameter. ``parts``: the parameter groups, reduced to some parameters, with which the step ran. ``groups``: the
-        original groups. ``before``: number attributes before the step, name -> value.
+        ``parts``: the parameter groups, reduced to some parameters, with which the step ran. ``groups``: the original
+        groups. ``before``: number attributes before the step, name -> value.
         """
         for part, group in zip(parts, groups, strict=True):
             changed = [
@@ -512,9 +490,8 @@ class DiskOptimizerStates:
 
 
 def _list_disk_tensors(holder: Any, prefix: str = "") -> Iterator[tuple[Any, Any, str]]:
-    """Yield the tensors in ``holder`` that are moved to disk, each as a tuple: the dict or list that has the tensor,
-    its key there, and its full name. ``holder``: a parameter's optimizer state, a dict or list, perhaps nested.
-
+    """Yield the tensors in ``holder`` that are moved to disk, each as a tuple: the dict or list that contains the
+    tensor, its key there, and its full name. ``holder``: a parameter's optimizer state, a dict or list, perhaps nested.
     Numbers, tensor subclasses and tensors outside of host memory are not moved. ``prefix``: start of the full name.
     """
     for key, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
@@ -534,8 +511,8 @@ def _read_number_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _make_unsupported_error(optimizer: torch.optim.Optimizer, reason: str) -> OffloadError:
-    """Return the error for ``optimizer``, which cannot run with its states on disk. ``reason``: what the optimizer does
-    that prevents this, as part of a sentence.
+    """Return the error for ``optimizer``, which cannot run with its states on disk. ``reason``: the property of the
+    optimizer that prevents this, as part of a sentence after its name.
     """
     return OffloadError(
         f"{type(optimizer).__name__} {reason}: with states on disk, an optimizer steps some parameters at a "

@@ -1,7 +1,7 @@
-"""Gradients of a rank's parameters. They lie in flat buffers: backward adds to parts of a buffer, and collectives
-reduce a buffer as a whole.
+"""Gradients of a rank's parameters in flat buffers: backward adds to parts of a buffer, and collectives reduce a buffer
+as a whole.
 
-Gradients of parameters in a type shorter than float32 are accumulated and reduced in float32. A :class:`Sink` is the
+Gradients of parameters in a dtype shorter than float32 are accumulated and reduced in float32. A :class:`Sink` is the
 part of a buffer that accumulates the gradient of one parameter. Under ZeRO (:class:`ScatteredBucket`), backward
 accumulates whole gradients, which are then reduce-scattered, so that each rank keeps one piece.
 """
@@ -38,9 +38,8 @@ from partitioner.runtime.state.sharded_parameters import FlatBuffer, GatherBuffe
 
 
 class Sink:
-    """Accumulates the gradient of one parameter in the tensor ``view``.
-
-    The first addition of a step overwrites the gradient of the previous step; ``fresh`` is true until then.
+    """Accumulates the gradient of one parameter in the tensor ``view``. The first addition of a step overwrites the
+    gradient of the previous step; ``fresh`` is true until then.
     """
 
     __slots__ = ("fresh", "view")
@@ -77,16 +76,15 @@ class Sink:
 
     def add_grouped_product(self, rows: Tensor, grads: Tensor, ends: Tensor, transposed: bool) -> None:
         """Compute the gradient of the stacked weight matrices of experts, one matrix per expert, and add it to the
-        accumulated gradient of one parameter. With ``transposed``, the last two dims of the result are swapped.
-
-        ``rows`` and ``grads``: inputs and output gradients of all experts, sorted by expert. ``ends``: for each expert,
-        the index behind its last row.
+        accumulated gradient of one parameter. ``rows`` and ``grads``: inputs and output gradients of all experts,
+        sorted by expert. ``ends``: for each expert, the index after its last row. ``transposed``: whether to swap the
+        last two dims of the result first.
         """
         if rows.device.type == "cpu":
             total = self.view.transpose(1, 2) if transposed else self.view
             add_weight_gradient(total, rows, grads, ends, self.fresh)
             self.fresh = False
-        else:  # ends are known on the device alone
+        else:  # the host does not know the values of ends
             self.add(_compute_grouped_gradient(rows, grads, ends, transposed))
 
     def zero_if_unused(self) -> None:
@@ -97,7 +95,7 @@ class Sink:
 
 
 class WideSink(Sink):
-    """Accumulates in float32 the gradient of a parameter whose own type is shorter."""
+    """Accumulates in float32 the gradient of a parameter with a shorter dtype."""
 
     __slots__ = ()
 
@@ -118,14 +116,14 @@ def _compute_grouped_gradient(rows: Tensor, grads: Tensor, ends: Tensor, transpo
 
 def create_sink(shard: Tensor, view: Tensor) -> Sink:
     """Return an object that accumulates the gradient of the parameter ``shard`` in the tensor ``view``, which may have
-    a wider type.
+    a wider dtype.
     """
     return Sink(view) if view.dtype == shard.dtype else WideSink(view)
 
 
 class TransientSink(Sink):
-    """Accumulates the gradient of one parameter in memory that is allocated at the first addition, and is released
-    after the gradient was reduce-scattered.
+    """Accumulates the gradient of one parameter in memory that is allocated at the first addition and released after
+    the gradient was reduce-scattered.
     """
 
     __slots__ = ("room",)
@@ -141,8 +139,8 @@ class TransientSink(Sink):
 
 
 class WideTransientSink(TransientSink):
-    """Accumulates in float32 the gradient of a parameter in a shorter type, in memory that is allocated at the first
-    addition and is released after the gradient was reduce-scattered.
+    """Accumulates in float32 the gradient of a parameter with a shorter dtype, in memory that is allocated at the first
+    addition and released after the gradient was reduce-scattered.
     """
 
     __slots__ = ()
@@ -156,10 +154,9 @@ class ScatteredBucket:
     """The gradients of one bucket (parameters that are reduced together) under ZeRO.
 
     ``sinks`` accumulate whole gradients in backward; ``pieces`` are this rank's pieces of the sums, which an optimizer
-    reads. ``keep``: the whole gradients keep their memory until the next step (ZeRO 1). Otherwise they are released
-    after each reduce-scatter, and the pieces have memory only from the first reduce-scatter of a step on. Pieces start
-    at multiples of ``grain`` elements, and the length of their buffer is a multiple of ``whole`` elements.
-
+    reads. ``keep``: if true (ZeRO 1), the whole gradients keep their memory until the next step. Otherwise they are
+    released after each reduce-scatter, and the pieces have memory only from the first reduce-scatter of a step on.
+    Pieces start at multiples of ``grain`` elements, and the length of their buffer is a multiple of ``whole`` elements.
     ``number``: the bucket's index. ``group``: ranks that divide the parameters. ``all_reduce_group``: ranks with the
     same pieces.
     """
@@ -185,21 +182,21 @@ class ScatteredBucket:
         self.rooms = [GatherBuffer(p, shape, dtype, device) for p, shape in zip(self.flat.pieces, shapes, strict=True)]
         self.pieces = {s: self.flat.piece(i) for i, s in enumerate(states)}
         self.sinks: dict[str, Sink] = {s: sink(buffer) for s, buffer in zip(states, self.rooms, strict=True)}
-        self.fresh = True  # nothing of this step is in the pieces yet
+        self.fresh = True  # no gradient of this step was added to the pieces yet
         self.fixed = False  # the pieces keep their memory between steps
-        self._sent: deque[tuple[Tensor, Pending]] = deque()  # what is under way, oldest first
-        self.sender: ErrorFeedbackEncoder | None = None  # where what goes over this group is compressed
+        self._sent: deque[tuple[Tensor, Pending]] = deque()  # reduce-scatters in progress, oldest first
+        self.sender: ErrorFeedbackEncoder | None = None  # if transfers over this group are compressed
         if bucket.compression and not bucket.levels:
             self.sender = ErrorFeedbackEncoder(CODECS[bucket.compression], group.size * self.flat.length, dtype, device)
         if not self.keep:
             self.release_memory()
 
     def begin(self) -> None:
-        """Prepare the gradients of the bucket (parameters that are reduced together) for a new training step: additions
-        start from zero, and reduce-scatters of a failed step are dropped.
+        """Prepare the gradients of the bucket for a new training step: additions start from zero, and reduce-scatters
+        of a failed step are dropped.
         """
         self.fresh = True
-        self._sent.clear()  # of a step that failed
+        self._sent.clear()  # reduce-scatters of a failed step
         for sink in self.sinks.values():
             sink.fresh = True
         if not self.keep and not self.fixed:
@@ -213,8 +210,8 @@ class ScatteredBucket:
         self.restore()
 
     def restore(self) -> None:
-        """Allocate this rank's ZeRO pieces of the gradients of the bucket (parameters that are reduced together),
-        filled with zeros, if a failed step has released them.
+        """If a failed step has released this rank's ZeRO pieces of the gradients of the bucket, allocate them, filled
+        with zeros.
         """
         if self.flat.is_released:
             self.flat.allocate()
@@ -225,8 +222,8 @@ class ScatteredBucket:
             buffer.release()
 
     def start(self) -> None:
-        """Start to reduce-scatter what backward has added, since the last time, to the gradients of the bucket
-        (parameters that are reduced together).
+        """Start to reduce-scatter the gradients of the bucket that backward has accumulated since the last
+        reduce-scatter.
         """
         make = self.flat.buffer.new_empty if self.flat.is_dense else self.flat.buffer.new_zeros
         whole = make(self.group.size * self.flat.length)
@@ -243,8 +240,8 @@ class ScatteredBucket:
         self._sent.append((whole, pending))
 
     def collect(self) -> None:
-        """Wait for the oldest reduce-scatter in progress, and add its result to the part of the gradients that this
-        rank keeps under ZeRO.
+        """Wait for the oldest reduce-scatter in progress, and add its result to this rank's ZeRO pieces of the
+        gradients.
         """
         whole, pending = self._sent.popleft()
         arrived = pending.wait()
@@ -271,7 +268,7 @@ class ScatteredBucket:
         return self.rest.all_reduce(self.flat.buffer)
 
 
-_ALIGNMENT = 64  # bytes: where vector loads and NCCL's chunks like to start
+_ALIGNMENT = 64  # bytes: good for vector loads and NCCL's chunks
 
 
 class RankGradients:
@@ -281,8 +278,9 @@ class RankGradients:
         shards: parameter name -> the shard that this rank holds.
         copier: copies gradients to host memory, if the program offloads the optimizer.
 
-    ``sinks`` accumulate gradients in backward. ``owned`` has what an optimizer reads after a step: the accumulated
-    gradients, this rank's pieces of them under ZeRO, or copies in host memory.
+    ``sinks`` accumulate gradients in backward. ``owned`` has the gradients that an optimizer reads after a step: the
+    accumulated gradients or, under ZeRO, this rank's pieces of them. If the optimizer is offloaded, these are copies in
+    host memory.
     """
 
     def __init__(
@@ -297,9 +295,9 @@ class RankGradients:
         states = rank.program.states
         train = rank.program.objective == "train"
         trained = [s for s in rank.states if train and states[s].requires_grad]
-        self._sums: dict[str, Sink] = {}  # the sinks of what is not sharded
+        self._sums: dict[str, Sink] = {}  # sinks of parameters that ZeRO does not shard
         self.buffers: dict[int, Tensor] = {}
-        self._gaps: list[Tensor] = []  # what is in a chunk with a gradient, and is none
+        self._gaps: list[Tensor] = []  # unused elements in compressed chunks that also have gradients
         self.scattered: dict[int, ScatteredBucket] = {}
         for number, bucket in enumerate(rank.stage.buckets):
             if not bucket.axes:  # parameters without a gradient
@@ -322,7 +320,7 @@ class RankGradients:
         self.sinks = self._sums | sharded
         self.owned = {s: sink.view for s, sink in self._sums.items()}
         self.owned |= {s: piece for b in self.scattered.values() for s, piece in b.pieces.items()}
-        self._here = self.owned  # on the device
+        self._here = self.owned  # gradients on the device
         self.copier = copier = copier or HostCopier(communicator.device)
         self._leaving: list[Arrival] = []
         if "optimizer" in rank.program.offload:
@@ -344,10 +342,8 @@ class RankGradients:
         )
 
     def _make_levelwise_reduction(self, number: int) -> LevelwiseReduction:
-        """Return the object that runs the hierarchical reduction of the gradients of one bucket, with its process
-        groups.
-
-        ``number``: index of the bucket, a set of parameters that are reduced together.
+        """Return the object that runs the hierarchical reduction of the gradients of the bucket ``number`` (index of a
+        set of parameters that are reduced together), with its process groups.
         """
         rank, bucket = self.rank, self.rank.stage.buckets[number]
         groups = [self.communicator.group(rank.group(*level)) for level in bucket.levels]
@@ -359,12 +355,10 @@ class RankGradients:
 
     @property
     def residuals(self) -> dict[str, Tensor]:
-        """Return the rounding errors of compressed gradients that are added in the next step, as name of the transfer
-        -> flat tensor.
-
-        The name is the index of the bucket (parameters that are reduced together); in a hierarchical reduction followed
-        by ``.0`` for the gradients that the rank sends, or ``.1`` for the sums. The values are multiplied by the loss
-        scale of the last step.
+        """Return the rounding errors of compressed gradients that are added in the next step, as a dict: name of the
+        transfer -> flat tensor. The name is the index of the bucket (parameters that are reduced together). In a
+        hierarchical reduction, it is followed by ``.0`` for the gradients that the rank sends, or ``.1`` for the sums.
+        The values are multiplied by the loss scale of the last step.
         """
         found = {f"{n}.{k}": s for n, levels in self._levelled.items() for k, s in enumerate(levels.senders)}
         found |= {str(n): b.sender for n, b in self.scattered.items() if b.sender is not None}
@@ -372,7 +366,7 @@ class RankGradients:
 
     def rescale(self, factor: float) -> None:
         """Multiply the stored rounding errors of compressed gradients by ``factor``, because the loss scale has
-        changed; 0 removes them.
+        changed. A ``factor`` of 0 removes them.
         """
         for residual in self.residuals.values():
             residual.mul_(factor)
@@ -381,12 +375,12 @@ class RankGradients:
         """Prepare the gradients of this rank for a new training step: the next addition to each gradient
         overwrites it.
         """
-        self._scattering.clear()  # what is left is of one that failed
+        self._scattering.clear()  # collectives that are left are of a failed step
         self._gathering.clear()
         self._under_way.clear()
         for levels in self._levelled.values():
             levels.begin()
-        if self._gaps:  # where a chunk was not finite they are not
+        if self._gaps:  # a chunk with a non-finite gradient has set them to NaN
             torch._foreach_zero_(self._gaps)
         for sink in self._sums.values():
             sink.fresh = True
@@ -402,13 +396,13 @@ class RankGradients:
 
     def fix_addresses(self) -> None:
         """Keep the memory of all gradients that an optimizer reads from now on, so that a step that is recorded and
-        replayed finds them at the same address. ZeRO 2 and 3 otherwise release it at the start of each step.
+        replayed finds them at the same address. Otherwise ZeRO 2 and 3 release it at the start of each step.
         """
         for bucket in self.scattered.values():
             bucket.fix_address()
 
     def restore(self) -> None:
-        """Allocate the ZeRO pieces of gradients that a failed step has left without memory, filled with zeros, because
+        """If a failed step has left ZeRO pieces of gradients without memory, allocate them, filled with zeros, because
         an optimizer may read them.
         """
         for bucket in self.scattered.values():
@@ -416,10 +410,8 @@ class RankGradients:
 
     def scatter(self, bucket: int, level: bool = False) -> None:
         """Start to reduce-scatter the gradients of the bucket (parameters that are reduced together) with index
-        ``bucket``.
-
-        ``level``: this is one level of a hierarchical reduction; the collective then runs over the ranks of the next
-        level, such as those of one node. Otherwise it runs over the mesh axes of ZeRO.
+        ``bucket``. If ``level`` is true, this is the next level of a hierarchical reduction, and the collective runs
+        over the ranks of this level, such as those of one node; otherwise it runs over the mesh axes of ZeRO.
         """
         if level:
             self._complete_bucket(bucket)
@@ -431,8 +423,8 @@ class RankGradients:
         self._scattering.begin(bucket)
 
     def computed(self) -> None:
-        """Record that a backward instruction has run. The reduce-scatters in progress must then end before the next one
-        starts, which belongs to the gradients of this backward.
+        """Record that a backward instruction has run. The next reduce-scatter then starts only after all in progress
+        have ended.
         """
         self._scattering.computed()
 
@@ -440,18 +432,16 @@ class RankGradients:
         self.scattered[self._scattering.end_first()].collect()
 
     def _await_scatters(self, bucket: int) -> None:
-        """Wait for the reduce-scatters of the gradients of one bucket, and for all that were started earlier.
-
-        ``bucket``: index of a set of parameters that are reduced together.
+        """Wait for the reduce-scatters of the gradients of bucket ``bucket`` (index of a set of parameters that are
+        reduced together), and for all that were started earlier.
         """
         while bucket in self._scattering:
             self._collect_first_scatter()
 
     def reduce(self, bucket: int) -> None:
         """Start to all-reduce the gradients of the bucket (parameters that are reduced together) with index ``bucket``.
-
-        Without a reduce-scatter, the all-reduce sums the whole gradients over all ranks of the bucket's reduction.
-        After a reduce-scatter, it sums the shard that this rank has, over the ranks that have the same shard.
+        Without a reduce-scatter, the whole gradients are all-reduced over all ranks of the bucket's reduction. After a
+        reduce-scatter, this rank's shard is all-reduced over the ranks that have the same shard.
         """
         self._complete_bucket(bucket)
         if bucket in self._levelled:
@@ -462,11 +452,9 @@ class RankGradients:
             self._under_way[bucket] = self._groups[bucket].all_reduce(self.buffers[bucket])
 
     def gather(self, bucket: int, last: bool) -> None:
-        """Start the next all-gather of the hierarchical reduction of a set of gradients. It undoes the last
-        reduce-scatter that is not undone yet: it gathers the summed shards over the same ranks.
-
-        ``bucket``: index of a set of parameters that are reduced together. ``last``: no other step of the reduction
-        remains to be gathered.
+        """Start the next all-gather of the hierarchical reduction of bucket ``bucket`` (index of a set of parameters
+        that are reduced together). The all-gathers run over the ranks of the reduce-scatters, in reverse order.
+        ``last``: whether this is the last all-gather of the reduction.
         """
         while last and len(self._gathering) >= GATHERING:
             self._levelled[self._gathering.popleft()].finish()
@@ -475,10 +463,9 @@ class RankGradients:
             self._gathering.append(bucket)
 
     def _complete_bucket(self, bucket: int) -> None:
-        """Make the gradients of one bucket complete before they are reduced. Wait for its reduce-scatters or, without
-        ZeRO, set those gradients to zero to which nothing was added.
-
-        ``bucket``: index of a set of parameters that are reduced together.
+        """Complete the gradients of bucket ``bucket`` (index of a set of parameters that are reduced together) before
+        they are reduced: wait for their reduce-scatters or, without ZeRO, set gradients to which nothing was added to
+        zero.
         """
         if bucket in self.scattered:
             self._await_scatters(bucket)
@@ -487,9 +474,8 @@ class RankGradients:
             self.sinks[state].zero_if_unused()
 
     def _await_reduction(self, bucket: int) -> None:
-        """Wait until the reductions of the gradients of one bucket end, if some are in progress.
-
-        ``bucket``: index of a set of parameters that are reduced together.
+        """Wait until the reductions in progress of the gradients of bucket ``bucket`` (index of a set of parameters
+        that are reduced together) have ended.
         """
         if bucket in self.scattered:
             self._await_scatters(bucket)
@@ -505,7 +491,7 @@ class RankGradients:
         for number, bucket in self.scattered.items():
             if not bucket.pieces.keys().isdisjoint(states):
                 self._await_reduction(number)
-                bucket.zero_if_unused()  # this stage may have no gradient of what another one has
+                bucket.zero_if_unused()  # only other stages may have added to the gradient
         for ranks, tied in group_states_by_ranks(self.rank, states).items():
             group = self.communicator.group(ranks)
             for state in tied:
@@ -529,7 +515,7 @@ class RankGradients:
         for sink in self._sums.values():
             sink.zero_if_unused()
         for arrival in self._leaving:
-            arrival.finish()  # who reads them next is the host
+            arrival.finish()  # block, because the host reads them next
         self._leaving.clear()
 
     def offload(self, states: Sequence[str]) -> None:
@@ -547,11 +533,9 @@ class RankGradients:
 
 
 def group_states_by_ranks(rank: RankProgram, states: Sequence[str]) -> dict[tuple[int, ...], list[str]]:
-    """Return the parameters or buffers ``states`` grouped by the ranks on different pipeline stages that share them:
-    tuple of ranks -> names. ``rank``: the program of this rank.
-
-    A tensor is shared by one rank of each of its stages, in order of the stages: the rank whose other mesh coordinates
-    equal this rank's.
+    """Return a dict: the ranks that share a parameter or buffer -> names of those of ``states`` that these ranks share.
+    The ranks of a tensor are one for each pipeline stage that has the tensor, in order of the stages: this rank, and
+    the ranks whose other mesh coordinates equal this rank's. ``rank``: the program of this rank.
     """
     groups: dict[tuple[int, ...], list[str]] = {}
     for state in states:
@@ -562,20 +546,20 @@ def group_states_by_ranks(rank: RankProgram, states: Sequence[str]) -> dict[tupl
 
 def _compute_alignments(rank: RankProgram, bucket: Bucket) -> tuple[int, int]:
     """Return two alignments, in elements, for the flat gradient buffer of ``bucket`` on this rank: the start of each
-    parameter in the buffer is a multiple of the first, and the buffer's length a multiple of the second. Compression
-    scales chunks of gradients. A chunk must not contain parts of two parameters: ranks along ``tp`` may hold the same
-    shard of one and different shards of the other, and would round the first one differently.
+    parameter in the buffer is a multiple of the first, and the buffer's length a multiple of the second. ``rank``: the
+    program of this rank. ``bucket``: the parameters whose gradients are reduced together.
 
-    ``rank``: the program of this rank. ``bucket``: the parameters whose gradients are reduced together.
+    Compression scales chunks of gradients. A chunk must not contain elements of two parameters: ranks along ``tp`` may
+    hold the same shard of one and different shards of the other, and would round the first one differently.
     """
     chunk = CODECS[bucket.compression].chunk if bucket.compression else 1
     return chunk, chunk * count_gradient_shards(rank.program, bucket, len(bucket.levels))
 
 
 def _allocate_flat_buffer(shards: Sequence[Tensor], grain: int, whole: int) -> tuple[Tensor, list[Tensor]]:
-    """Return a flat buffer of zeros for the gradients of ``shards``, and one view of it with the shape of each.
-
-    Each view starts at a multiple of ``grain`` elements, and the buffer's length is a multiple of ``whole`` elements.
+    """Return a flat buffer of zeros for the gradients of ``shards``, and for each shard a view of the buffer with its
+    shape. Each view starts at a multiple of ``grain`` elements, and the buffer's length is a multiple of ``whole``
+    elements.
     """
     dtype = accumulated_in(shards[0].dtype)
     step = math.lcm(max(1, _ALIGNMENT // dtype.itemsize), grain)
@@ -589,10 +573,8 @@ def _allocate_flat_buffer(shards: Sequence[Tensor], grain: int, whole: int) -> t
 
 
 def _find_gaps(buffer: Tensor, views: Sequence[Tensor]) -> list[Tensor]:
-    """Return the parts of the flat ``buffer`` between ``views`` and behind the last one, as views; empty parts are left
-    out.
-
-    ``views``: views of the buffer, in the order of their position.
+    """Return the parts of the flat ``buffer`` between ``views`` and after the last one, as views; empty parts are left
+    out. ``views``: views of the buffer, in the order of their position.
     """
     starts = [view.storage_offset() for view in views]
     ends = [start + view.numel() for start, view in zip(starts, views, strict=True)]

@@ -1,9 +1,8 @@
 """Data of a rank in host memory: activations between OFFLOAD and FETCH, and parameters until a block reads them.
 
-The copies that an offloaded optimizer updates are in ``parameters.py`` (``MasterParameters``).
-
-On CUDA, copies run on their own streams, to and from pinned memory. On a CPU, host memory and device memory are the
-same, and a copy is made nevertheless.
+The copies that an offloaded optimizer updates are in ``parameters.py`` (``MasterParameters``). On CUDA, copies run on
+their own streams, to and from pinned memory. On a CPU, host memory and device memory are the same, but the copies are
+made nevertheless.
 """
 
 from __future__ import annotations
@@ -23,10 +22,8 @@ from partitioner.runtime.state.sharded_parameters import FlatBuffer, GatherBuffe
 
 
 class Arrival:
-    """A handle of copies between device and host memory that are in progress.
-
-    :meth:`wait` makes the GPU kernels that are queued from then on run after the copies, and does not block the host;
-    :meth:`finish` blocks the host until the copies end.
+    """A handle of copies between device and host memory that are in progress. :meth:`wait` makes GPU kernels that are
+    queued later run after the copies, and does not block the host; :meth:`finish` blocks the host until the copies end.
     """
 
     def __init__(self, event: torch.cuda.Event | None = None) -> None:
@@ -42,9 +39,8 @@ class Arrival:
 
 
 class HostCopier:
-    """Starts copies between ``device`` and host memory; on a GPU on one stream for each direction.
-
-    A copy starts after the kernels that were queued before it.
+    """Starts copies between ``device`` and host memory; on a GPU on one stream for each direction. A copy starts after
+    the kernels that were queued before it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -54,7 +50,7 @@ class HostCopier:
         self._spare: dict[int, list[tuple[Tensor, Arrival]]] = {}
         self.parked = (
             Arrival()
-        )  # of what was moved last: what is computed next waits for it, so that its memory is free
+        )  # the last move to host memory, for which the next computation waits, so that the device memory is free
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor of ``shape`` and ``dtype`` in host memory with undefined contents, in pinned memory if the
@@ -63,25 +59,24 @@ class HostCopier:
         return torch.empty(list(shape), dtype=dtype, pin_memory=self.pinned)
 
     def take_buffer(self, num_bytes: int) -> tuple[Tensor, Arrival]:
-        """Return a host buffer (uint8) of ``num_bytes`` bytes, and the last copy out of it, which must end before it is
-        overwritten.
+        """Return a host buffer (uint8) of ``num_bytes`` bytes, and the last copy out of the buffer, which must end
+        before the buffer is overwritten.
         """
         spare = self._spare.get(num_bytes)
         return spare.pop() if spare else (self.empty((num_bytes,), torch.uint8), Arrival())
 
     def return_buffer(self, memory: Tensor, read: Arrival) -> None:
         """Store the host buffer ``memory`` for later use, because pinning memory is slow. ``read``: the last copy out
-        of it.
+        of the buffer.
         """
         self._spare.setdefault(memory.numel(), []).append((memory, read))
 
     def start(
         self, pairs: Iterable[tuple[Tensor, Tensor]], *, back: bool = False, after: Iterable[Arrival] = ()
     ) -> Arrival:
-        """Start the copies ``pairs``, each a pair (source, target), to host memory or, with ``back``, to the device.
-        Return the copies in progress.
-
-        They start once the copies ``after`` have ended. The caller need not keep references to the sources.
+        """Start the copies ``pairs``, each a pair (source, target), once the copies ``after`` have ended, and return
+        the handle of these copies. ``back``: if false, they go to host memory; otherwise to the device. The caller need
+        not keep references to the sources.
         """
         if not self._streams:
             for source, target in pairs:
@@ -104,8 +99,8 @@ class HostCopier:
 
 @dataclass(frozen=True)
 class _View:
-    """Where a saved tensor is in host memory: index of the buffer (``memory``), dtype, shape (``size``), strides, and
-    offset in elements.
+    """The place of a saved tensor in host memory: index of the buffer (``memory``), dtype, shape (``size``), strides,
+    and offset in elements.
     """
 
     memory: int
@@ -117,10 +112,9 @@ class _View:
 
 class OffloadedActivations:
     """Tensors saved for backward that are moved to host memory. Tensors that share memory are moved together. Device
-    memory is released with the last reference to it, so the caller must drop ``saved``.
-
-    ``saved``: the saved tensors, and other values, which stay. ``stay``: addresses of storages that remain on the
-    device. ``copier``: starts the copies.
+    memory is released with the last reference to it, so the caller must drop ``saved``. ``saved``: the saved tensors,
+    and other values, which stay. ``stay``: addresses of storages that remain on the device. ``copier``: starts the
+    copies.
     """
 
     def __init__(self, saved: Sequence[Any], stay: Collection[int], copier: HostCopier) -> None:
@@ -159,15 +153,14 @@ class OffloadedActivations:
         return sum(memory.numel() for memory in self._host)
 
     def fetch(self) -> None:
-        """Start to copy the offloaded tensors, which forward saved for backward, from host memory back to the device.
-        :meth:`restore` returns them."""
+        """Start to copy the offloaded tensors from host memory back to the device. :meth:`restore` returns them."""
         self._there = [torch.empty(m.numel(), dtype=torch.uint8, device=self._copier.device) for m in self._host]
         pairs = zip(self._host, self._there, strict=True)
         self._arrival = self._copier.start(pairs, back=True, after=(self._arrival,))
 
     def restore(self) -> list[Any]:
-        """Return the tensors saved for backward, and the other saved values, in their order. The tensors are on the
-        device again; :meth:`fetch` must have been called. Kernels that are queued later may read them.
+        """Return the tensors saved for backward, and the other saved values, in their order. :meth:`fetch` must have
+        been called, so that the tensors are on the device again. Kernels that are queued later may read them.
         """
         assert self._there is not None, "FETCH first"
         self._arrival.wait()
@@ -192,13 +185,14 @@ class HostParameters:
 
     Args:
         masters: parameter name -> its tensor in host memory.
-        shards: parameter name -> this rank's shard on the device, or its part of the flattened shard under ZeRO.
-        sharded: the parameters that ZeRO divides. ``copier``: starts the copies.
+        shards: parameter name -> this rank's shard on the device or, under ZeRO, its piece of the flattened shard.
+        sharded: the parameters that ZeRO divides.
+        copier: starts the copies.
 
-    If the program offloads parameters, the device has them only from their fetch until they are freed, and the parts
-    under ZeRO only until their all-gather ends. ``whole``: the device tensors that calls read, for the parameters that
-    are freed between block calls (such as layers); ``leaving`` has the names of these parameters. If a parameter has
-    another dtype on the device, its tensor in host memory is converted to that dtype once a step, at its first fetch.
+    If the program offloads parameters, they are on the device only from their fetch until they are freed; ZeRO pieces
+    only until their all-gather ends. ``whole``: the device tensors that calls read, for the parameters that are freed
+    between block calls (such as layers); ``leaving`` has the names of these parameters. If a parameter has another
+    dtype on the device, its tensor in host memory is converted to that dtype once a step, at its first fetch.
     """
 
     def __init__(
@@ -224,7 +218,7 @@ class HostParameters:
         self.whole = {name: room.tensor for name, room in self._rooms.items()}
         self.leaving = self.whole.keys()
         self._shards = {**shards, **self.whole}
-        # What changes its type on the way does so here, once a step: a copy that also converts does not run beside.
+        # Buffers for the conversion to the device's dtype, once a step: a converting copy cannot run asynchronously.
         self._short = {
             name: copier.empty(master.shape, self._shards[name].dtype)
             for name, master in masters.items()
@@ -234,15 +228,16 @@ class HostParameters:
 
     def begin(self) -> None:
         """Mark all parameters whose dtype in host memory differs from that on the device, because an optimizer may have
-        changed their values since the last training step. The first :meth:`fetch` of a marked parameter in this step
-        converts its values to the dtype of the device, still in host memory, before it copies them. Nothing is
-        converted or copied here."""
+        changed their values since the last training step. The first :meth:`fetch` of a marked parameter converts its
+        values to the dtype of the device, still in host memory, before it copies them.
+        """
         self._stale = set(self._short)
 
     def fetch(self, names: Sequence[str]) -> None:
         """Start to copy the parameters ``names``, or this rank's ZeRO pieces of them, from host memory to the device.
-        Parameters that have another dtype on the device are converted to it first, unless this was done in the same
-        training step. :meth:`wait` makes later kernels run after the copies."""
+        Parameters that have another dtype on the device are converted first, unless this was already done in this
+        training step. :meth:`wait` makes later kernels run after the copies.
+        """
         for name in names:
             room = self._rooms.get(name) or self._flats.get(name)
             if room is not None:
@@ -257,8 +252,8 @@ class HostParameters:
         self._pending.update(dict.fromkeys(names, arrival))
 
     def wait(self, names: Iterable[str]) -> None:
-        """Make the GPU kernels that are queued from now on run after the copies of the parameters ``names`` to the
-        device. Do nothing for parameters whose copy was waited for already.
+        """Make GPU kernels that are queued later run after the copies of the parameters ``names`` to the device. Do
+        nothing for parameters whose copy was already waited for.
         """
         arrivals = {id(a): a for n in names if (a := self._pending.pop(n, None)) is not None}
         for arrival in arrivals.values():
@@ -272,9 +267,8 @@ class HostParameters:
 
 
 class TransientParameters(NamedTuple):
-    """The parameters of a rank that are on its device only for part of a step.
-
-    ``sharded``: those that ZeRO divides. ``host_parameters``: those whose values are in host memory.
+    """The parameters of a rank that are on its device only for part of a step. ``sharded``: parameters that ZeRO
+    divides. ``host_parameters``: parameters whose values are in host memory.
     """
 
     sharded: ShardedParameters

@@ -5,11 +5,11 @@ step: the loss is all-reduced while backward runs, and sent to the neighbouring 
 receive at the start, and forwards the loss once the gradients from the same direction have arrived. A rank does not
 wait for the remaining work of other ranks, which may begin the next step.
 
-Loss scaling prevents underflow of float16 gradients: the loss is multiplied by a large factor, which is removed from
-the gradients in float32. The factor is halved when a gradient overflows on any rank, and doubled after many steps
-without an overflow (Micikevicius et al. 2018, section 3.2; the constants are those of ``torch.amp.GradScaler``). After
-a step that overflowed there are no gradients. Since torch's optimizers skip parameters without a gradient, the training
-loop needs no special case.
+Loss scaling prevents underflow of float16 gradients: the loss is multiplied by a large factor, by which the gradients
+are divided in float32. The factor is halved when a gradient overflows on any rank, and doubled after many steps without
+an overflow (Micikevicius et al. 2018, section 3.2; the constants are those of ``torch.amp.GradScaler``). After a step
+that overflowed there are no gradients. Since torch's optimizers skip parameters without a gradient, the training loop
+needs no special case.
 
 The norm is computed from shards, with every element counted once.
 """
@@ -36,12 +36,12 @@ from partitioner.runtime.program.program import Program, RankProgram
 from partitioner.runtime.state.gradients import RankGradients
 
 _BACKWARD = frozenset({"B", "I"})
-_NARROW = frozenset({torch.float16, torch.bfloat16})  # added up in float32
+_NARROW = frozenset({torch.float16, torch.bfloat16})  # summed in float32
 
 
 class LossSum:
-    """Sums the loss of the current training step over microbatches and ranks, which ``communicator`` connects. After
-    :meth:`finish`, ``value`` is the loss of the global batch on every rank.
+    """Sums the loss of the current training step over microbatches and ranks. After :meth:`finish`, ``value`` is the
+    loss of the global batch on every rank. ``communicator``: connects this rank with the others.
     """
 
     def __init__(self, rank: RankProgram, communicator: Communicator) -> None:
@@ -61,7 +61,7 @@ class LossSum:
         self.begin()
 
     def begin(self) -> None:
-        """Prepare the sum of the loss for a new training step: forget the loss and the transfers of the last one."""
+        """Prepare the sum of the loss for a new training step: drop the loss and the transfers of the last step."""
         self.value: Tensor | None = None
         self._left = self.count
         self._pending: Pending | None = None
@@ -69,10 +69,8 @@ class LossSum:
         self._sends: list[TransferHandle] = []
 
     def start(self) -> None:
-        """Post the receive of the loss on a pipeline stage that does not compute it.
-
-        On a GPU nothing is posted here: a receive is a kernel that runs until the message arrives, so
-        :meth:`forward_loss` posts it when the loss is needed.
+        """Post the receive of the loss on a pipeline stage that does not compute it. On a GPU do nothing: a receive is
+        a kernel that runs until the message arrives, so :meth:`forward_loss` posts it when the loss is needed.
         """
         if self.source is not None and not self.late:
             self._post_receive()
@@ -94,7 +92,7 @@ class LossSum:
 
     def forward_loss(self) -> None:
         """Wait for the complete loss, and start to send it to the neighbouring pipeline stages that receive it from
-        this one.
+        this stage.
         """
         if self.value is None and self.late:
             self._post_receive()
@@ -127,10 +125,9 @@ class LossSum:
 
 def _find_forwarding_index(instructions: Sequence[Instruction], source: int | None) -> int | None:
     """Return the index in ``instructions``, the list of one rank, of the backward instruction after which the rank
-    passes the loss on to other pipeline stages; ``None`` if there is none.
-
-    If the rank receives the loss from the pipeline stage ``source``, that is the backward that uses the last gradient
-    from there. If the rank computes the loss (``source`` is ``None``), it is the first backward after all forwards.
+    forwards the loss to other pipeline stages; ``None`` if there is none. If the rank receives the loss from the
+    pipeline stage ``source``, it is the backward that uses the last gradient from that stage. If the rank computes the
+    loss (``source`` is ``None``), it is the first backward after all forwards.
     """
     wanted = ("F", None) if source is None else ("RECV_B", source)
     last: Instruction | None = None
@@ -145,10 +142,8 @@ def _find_forwarding_index(instructions: Sequence[Instruction], source: int | No
 
 class StepLoss(Tensor):
     """The loss that :meth:`Engine.step` returns: a tensor without an autograd graph, whose ``backward`` raises an
-    error.
-
-    The error explains that the step has run backward already. Tensors computed from it have this type, too. Calling
-    ``backward`` on a sum with another tensor that requires a gradient is allowed.
+    error, which explains that the step has already run backward. Tensors computed from it have this class, too.
+    ``backward`` of a sum with another tensor that requires a gradient is allowed.
     """
 
     @classmethod
@@ -156,7 +151,8 @@ class StepLoss(Tensor):
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Call the torch function ``func`` with ``args`` and ``kwargs``, and return its result. ``types``: the tensor
-        types among the arguments. Raise :class:`BackwardError` if it is a backward of tensors that all have no graph.
+        types among the arguments. Raise :class:`BackwardError` if ``func`` is a backward and none of its tensors has a
+        graph.
         """
         if func in _BACKWARD_FUNCTIONS and args and not any(_has_graph(t) for t in pytree.tree_leaves(args[0])):
             raise BackwardError(
@@ -172,7 +168,7 @@ class StepLoss(Tensor):
         return str(self.as_subclass(Tensor).__repr__(**kwargs))
 
     def __format__(self, spec: str) -> str:
-        return str(self.as_subclass(Tensor).__format__(spec))  # torch formats numbers of its own class alone
+        return str(self.as_subclass(Tensor).__format__(spec))  # torch formats a scalar only if its class is Tensor
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return how to pickle the loss: as a plain ``torch.Tensor``. ``protocol``: number of the pickle protocol."""
@@ -196,11 +192,9 @@ Scale = float | Literal["auto", "dynamic"] | None
 
 
 class LossScale:
-    """The factor by which one rank's loss is multiplied, so that float16 gradients do not underflow. It is equal on all
-    ranks.
-
-    ``value``: the factor. ``dynamic``: whether it is adapted after each step, up to ``limit``. ``overflowed``: whether
-    a gradient of the last step was infinite or NaN on any rank.
+    """The factor by which one rank's loss is multiplied, so that float16 gradients do not underflow. The factor is
+    equal on all ranks. ``value``: the factor. ``dynamic``: whether the factor is adapted after each step, up to
+    ``limit``. ``overflowed``: whether a gradient of the last step was infinite or NaN on any rank.
     """
 
     def __init__(self, value: float, dynamic: bool, limit: float) -> None:
@@ -209,17 +203,15 @@ class LossScale:
         self.limit = limit
         self.good_steps = 0
         self.overflowed = False
-        self.applied = self.value  # in the last step
+        self.applied = self.value  # the factor of the last step
 
     def unscale(self, gradients: Sequence[Tensor], world_group: RankGroup, device: torch.device) -> None:
         """Divide ``gradients`` by the loss scale in place, and set :attr:`overflowed` to whether a gradient of any rank
-        is infinite or NaN.
-
-        All ranks call this. A dynamic loss scale is then adapted. ``world_group``: the process group of all ranks.
-        ``device``: where the tensors that it exchanges are.
+        is infinite or NaN. A dynamic loss scale is then adapted. All ranks call this. ``world_group``: the process
+        group of all ranks. ``device``: device of the tensors that are exchanged.
         """
         self.applied = self.value
-        where = gradients[0].device if gradients else device  # host memory, where the optimizer runs there
+        where = gradients[0].device if gradients else device  # the CPU if the optimizer runs on the host
         found = torch.zeros(1, dtype=torch.float32, device=where)
         inverse = torch.full((1,), 1.0 / self.value, dtype=torch.float32, device=where)
         if gradients:
@@ -230,8 +222,8 @@ class LossScale:
 
     @contextmanager
     def repeat_last(self) -> Iterator[None]:
-        """Use the loss scale of the last step inside the ``with`` block, so that the step can be repeated; then restore
-        the current one.
+        """Return a context manager in which the loss scale is that of the last step, so that the step can be repeated.
+        On exit the current loss scale is restored.
         """
         before = self.value, self.good_steps, self.overflowed
         self.value = self.applied
@@ -258,10 +250,10 @@ class LossScale:
 
 
 def create_loss_scale(program: Program, requested: Scale) -> LossScale | None:
-    """Return the loss scaling for ``program``; ``None`` if the loss is not scaled.
-
-    ``requested``: the user's option: a fixed factor, ``"dynamic"``, ``None``, or ``"auto"``, which is dynamic if a
-    float16 parameter is trained. Raise :class:`LaunchError` for another value."""
+    """Return the loss scaling for ``program``; ``None`` if the loss is not scaled. ``requested``: the user's option: a
+    fixed factor, ``"dynamic"``, ``None``, or ``"auto"``, which is dynamic if a float16 parameter is trained, otherwise
+    ``None``. Raise :class:`LaunchError` for another value.
+    """
     if program.objective != "train" or program.loss is None or requested is None:
         return None
     short = any(s.requires_grad and s.dtype == "float16" for s in program.states.values())
@@ -279,11 +271,10 @@ _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
 def clip_gradients_(rank: RankProgram, gradients: RankGradients, communicator: Communicator, max_norm: float) -> Tensor:
-    """Scale the gradients of all ranks in place so that the 2-norm of all of them together is at most ``max_norm``. All
-    ranks call this. ``gradients``: those of this rank. ``rank``: the program of this rank.
-
-    Return the norm before scaling, which is equal on all ranks. Raise :class:`LaunchError` if ``max_norm`` is negative
-    or not a number. ``communicator``: connects this rank with the others.
+    """Scale the gradients of all ranks in place so that their 2-norm, over all ranks together, is at most ``max_norm``.
+    Return the norm before scaling, which is equal on all ranks. All ranks call this. ``rank``: the program of this
+    rank. ``gradients``: the gradients of this rank. ``communicator``: connects this rank with the others. Raise
+    :class:`LaunchError` if ``max_norm`` is negative or not a number.
     """
     if not isinstance(max_norm, Real | Tensor):
         raise LaunchError(f"the largest norm must be a number, got {type(max_norm).__name__}")
@@ -300,36 +291,33 @@ def clip_gradients_(rank: RankProgram, gradients: RankGradients, communicator: C
 
 def compute_total_norm(rank: RankProgram, gradients: RankGradients, communicator: Communicator) -> Tensor:
     """Return the 2-norm of the gradients of the whole model, over all ranks, as a 0-dimensional tensor that is equal on
-    all ranks. All ranks call this.
-
-    ``rank``: the program of this rank. ``gradients``: the gradients of this rank. ``communicator``: connects this rank
-    with the others.
+    all ranks. All ranks call this. ``rank``: the program of this rank. ``gradients``: the gradients of this rank.
+    ``communicator``: connects this rank with the others.
     """
     device = communicator.device
     owned = [view for name, view in gradients.owned.items() if _is_counted_shard(rank, name)]
-    # whatever this rank has of it: all return the same number in the same type
+    # from all parameters of the program, so that all ranks return the same dtype
     double = any(s.requires_grad and dtype_of(s.dtype) == torch.float64 for s in rank.program.states.values())
     squares = torch.zeros((), dtype=torch.float64 if double else torch.float32, device=device)
     for norm in torch._foreach_norm([v.to(squares.dtype) for v in owned]) if owned else ():
         squares += (norm * norm).to(device)
-    # All ranks add up the same numbers in the same order.
+    # All ranks sum the same numbers in the same order.
     total = squares.to(torch.float64)
     return communicator.group(rank.group(*_list_norm_axes(rank))).all_reduce(total).wait().sqrt().to(squares.dtype)
 
 
 def _list_norm_axes(rank: RankProgram) -> tuple[str, ...]:
     """Return the mesh axes over which the squared gradient norms of ranks are summed, because the ranks hold different
-    gradients. ``rank``: the program of this rank.
-
-    Over ``dp`` and ``cp`` only the gradients of experts, and of parameters that ZeRO divides, differ.
+    gradients. Over ``dp`` and ``cp`` only the gradients of experts, and of parameters that ZeRO divides, differ.
+    ``rank``: the program of this rank.
     """
     return AXES if rank.program.size("ep") > 1 or rank.program.zero else ("pp", "tp")
 
 
 def _is_counted_shard(rank: RankProgram, state: str) -> bool:
-    """Return whether this rank adds its shard of the parameter ``state`` to the 2-norm of the gradients of the whole
-    model. Of several ranks with equal shards, or several stages with a tied parameter, only one adds it. ``rank``: the
-    program of this rank.
+    """Return whether this rank adds its shard of the parameter named ``state`` to the gradient norm of the whole model.
+    Of several ranks with equal shards, or several stages with a tied parameter, only one adds it. ``rank``: the program
+    of this rank.
     """
     data = rank.program.states[state]
     first_stage = not data.stages or rank.stage_index == min(data.stages)

@@ -4,16 +4,16 @@ Weights are checked against the plan before they are loaded. If a state stacks s
 one tensor inside the runtime, and is read and written under the model's names.
 
 Under ZeRO, the rank's shard of a state over ``ep`` and ``tp`` is flattened row by row. It is cut into as many pieces of
-``ceil(numel / ranks)`` elements as there are ranks; the last pieces may be shorter, or empty. Every shape is thus
-divided evenly over any number of ranks. A piece depends only on the state, not on the bucket in which it is gathered or
-on the optimizer.
+``ceil(numel / ranks)`` elements as there are ranks; the last pieces may be shorter, or empty. Every shape can thus be
+divided over any number of ranks. A piece depends only on the state, not on the bucket in which it is gathered or on the
+optimizer.
 
-:class:`MasterParameters` holds copies of parameters for the optimizer. A parameter that is computed in a shorter type
-has a float32 copy (mixed precision: small updates would be lost in the short type, Micikevicius et al. 2018). If the
-program offloads its optimizer, all trained parameters have copies in host memory, whatever their type, and the
-optimizer runs there (ZeRO-Offload, Ren et al. 2021). If it keeps optimizer states on disk, the float32 copies of
-shorter parameters are on disk, too. The optimizer updates the copies, and the parameters are set from them before they
-are read. Checkpoints contain the copies.
+:class:`MasterParameters` holds copies of parameters for the optimizer. A parameter that is computed in a shorter dtype
+has a float32 copy (mixed precision: small updates would be lost in the short dtype, Micikevicius et al. 2018). If the
+program offloads its optimizer, all trained parameters have copies in host memory, whatever their dtype, and the
+optimizer runs there (ZeRO-Offload, Ren et al. 2021). If optimizer states are on disk, the float32 copies of shorter
+parameters are on disk, too. The optimizer updates the copies, and the parameters are set from them before they are
+read. Checkpoints contain the copies.
 """
 
 from __future__ import annotations
@@ -39,11 +39,9 @@ from partitioner.runtime.state.weights import FileWeights, Weights
 
 
 def map_model_names(name: str, state: StateData, whole: Tensor) -> dict[str, Tensor]:
-    """Return the tensor ``whole`` of a parameter or buffer under all names that the model has for it, as name ->
-    tensor.
-
-    ``name`` and ``state``: its name in the program and its description. If it stacks several parameters of the model,
-    these are returned under their names.
+    """Return a dict: each name that the model has for the parameter or buffer called ``name`` -> tensor. ``state``: its
+    description. ``whole``: its whole tensor. If it stacks several parameters of the model, the dict has their names and
+    tensors.
     """
     if state.parts:
         return dict(zip(state.parts, whole.unbind(0), strict=True))
@@ -51,8 +49,8 @@ def map_model_names(name: str, state: StateData, whole: Tensor) -> dict[str, Ten
 
 
 def list_model_names(name: str, state: StateData) -> tuple[str, ...]:
-    """Return the names that the model has for the parameter or buffer ``name``, which ``state`` describes: its own name
-    and aliases, or those of the parameters that it stacks.
+    """Return the names that the model has for the parameter or buffer called ``name``: its own name and aliases or, if
+    it stacks several parameters, their names. ``state``: its description.
     """
     return state.parts or (name, *state.aliases)
 
@@ -63,9 +61,8 @@ def list_names_read(program: Program) -> set[str]:
 
 
 class StackedWeights:
-    """Weights in the form that a plan's program reads if it stacks several parameters of the model, such as those of
-    experts, to one tensor. Reading a shard of it reads only the parameters that are needed.
-
+    """Weights in which several parameters of the model, such as those of experts, are stacked to one tensor, as a
+    plan's program reads them. Reading a shard of a stacked tensor reads only the parameters that are needed.
     ``weights``: the weights with the model's own parameters. ``stacks``: name of the stacked tensor -> names of the
     parameters that it consists of, along dim 0.
     """
@@ -80,8 +77,8 @@ class StackedWeights:
         return [*(n for n in self.weights.names() if n not in self._parts), *self.stacks]
 
     def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Return the pair (shape, dtype) of the tensor ``name``; ``None`` if it does not exist, or if it is a stack of
-        parameters that differ in shape or dtype.
+        """Return the pair (shape, dtype) of the tensor called ``name``; ``None`` if it does not exist, or if it is a
+        stack of parameters that differ in shape or dtype.
         """
         if name not in self.stacks:
             return self.weights.spec(name)
@@ -90,8 +87,8 @@ class StackedWeights:
         return None if specs or found is None else ((len(self.stacks[name]), *found[0]), found[1])
 
     def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
-        """Return the shard of the tensor ``name``, which may be a stacked one, that the rank ``index`` of ``num_ranks``
-        ranks has. ``layout``: how the tensor is cut among these ranks, such as along which dim.
+        """Return the shard of the tensor called ``name``, which may be a stacked one, that the rank ``index`` of
+        ``num_ranks`` ranks has. ``layout``: how the tensor is cut among these ranks, such as along which dim.
         """
         if name not in self.stacks:
             return self.weights.read(name, layout, num_ranks, index)
@@ -108,10 +105,8 @@ class StackedWeights:
 
 
 def stack_weights(program: Program, weights: Weights, suffix: str = "") -> Weights:
-    """Return ``weights`` in the form that ``program`` reads: with one stacked tensor in place of several parameters of
-    the model, where the program stacks these.
-
-    ``suffix``: text that is appended to every name of a parameter or stacked tensor.
+    """Return ``weights`` with one stacked tensor in place of several parameters of the model, for each stack that
+    ``program`` reads. ``suffix``: text that is appended to every name of a parameter or stacked tensor.
     """
     stacks = {
         name + suffix: tuple(part + suffix for part in state.parts)
@@ -122,17 +117,16 @@ def stack_weights(program: Program, weights: Weights, suffix: str = "") -> Weigh
 
 
 def take_piece(tensor: Tensor, ranks: int, index: int) -> Tensor:
-    """Return a view of shape ``[size]`` of the flattened ``tensor``: the piece with the number ``index`` (from 0) of
-    the ``ranks`` pieces into which ZeRO cuts it.
+    """Return piece ``index`` (from 0) of the ``ranks`` pieces into which ZeRO cuts the flattened ``tensor``, as a view
+    of shape ``[size]``.
     """
     piece = FlatShard(tensor.numel(), ranks, index)
     return tensor.reshape(-1)[piece.start : piece.start + piece.size]
 
 
 def pad_piece(piece: Tensor, numel: int, ranks: int) -> Tensor:
-    """Return ``piece`` padded with zeros to the common length of all pieces, ``ceil(numel / ranks)``.
-
-    ZeRO cuts a flattened tensor of ``numel`` elements into ``ranks`` pieces, of which this is one.
+    """Return ``piece`` padded with zeros to the common length of all pieces, ``ceil(numel / ranks)``. ``piece`` is one
+    of the ``ranks`` pieces into which ZeRO cuts a flattened tensor of ``numel`` elements.
     """
     length = FlatShard(numel, ranks, 0).length
     result = piece.new_zeros(length)
@@ -142,22 +136,20 @@ def pad_piece(piece: Tensor, numel: int, ranks: int) -> Tensor:
 
 def join_pieces(pieces: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     """Return the tensor of ``shape`` whose flattened elements are in ``pieces``, the ZeRO pieces of all ranks, in
-    order; the last ones may have padding.
+    order. The last pieces may have padding.
     """
-    import torch  # where tensors are: what only reads a program does without
+    import torch  # imported here, because code that only reads a program does not need torch
 
     return torch.cat([p.reshape(-1) for p in pieces])[: math.prod(shape)].reshape(torch.Size(shape))
 
 
-_MAX_LISTED = 5  # differences named in an error
+_MAX_LISTED = 5  # maximum number of differences named in an error
 
 
 def check_weights(program: Program, weights: Weights) -> None:
     """Raise :class:`WeightsError`, which names the first differences, if ``weights`` do not match the parameters and
-    buffers of ``program``.
-
-    Names, shapes and ties (several names for one tensor) must be the same. Of the types, only whether they are
-    floating-point or complex must be the same.
+    buffers of ``program``. Names, shapes and ties (several names for one tensor) must be the same. Dtypes may differ,
+    but both must be floating-point, complex, or neither.
     """
     differences = list(_find_differences(program, stack_weights(program, weights)))
     if differences:
@@ -171,7 +163,7 @@ def check_weights(program: Program, weights: Weights) -> None:
 
 def _find_differences(program: Program, weights: Weights) -> Iterator[str]:
     """Yield, as lines of text, how ``weights`` differ from the parameters and buffers of ``program``."""
-    owners: dict[Hashable, str] = {}  # of each tensor that takes a gradient: the state that it is
+    owners: dict[Hashable, str] = {}  # identity of each tensor that requires a gradient -> name of its state
     for name, state in program.states.items():
         present = [n for n in (name, *state.aliases) if weights.spec(n) is not None]
         if not present:
@@ -208,14 +200,14 @@ def load_states(
     dtypes: Mapping[str, torch.dtype] | None = None,
     placed: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
 ) -> dict[str, Tensor]:
-    """Load the parameters and buffers of ``rank`` to ``device``, and return name -> this rank's shard or, if ZeRO
-    divides it, this rank's piece of the shard.
+    """Load the parameters and buffers of ``rank`` to ``device``. Return a dict: name -> this rank's shard or, if ZeRO
+    divides the shard, this rank's piece of it.
 
     Args:
-        weights: where the values are read; ``None``: small random values, equal on all ranks that hold the same shard.
-        dtypes: name -> type, if it is not the program's.
-        placed: called with the name and tensor of each, one at a time; returns the tensor to use instead, such as a
-            copy in host memory.
+        weights: source of the values; ``None``: small random values, equal on all ranks that hold the same shard.
+        dtypes: name -> dtype, if it is not the program's.
+        placed: function that is called with the name and tensor of each, one at a time, and returns the tensor to use
+            instead, such as a copy in host memory.
 
     Raise :class:`WeightsError` before anything is read if ``weights`` are not the weights of the program.
     """
@@ -232,14 +224,16 @@ def load_states(
 
 def load_constants(rank: RankProgram, device: torch.device) -> dict[str, Tensor]:
     """Return this rank's shards of the constants of the model (tensors in its graph that are neither parameters nor
-    buffers) on ``device``, by name. ``rank``: the program of this rank, which has their values."""
+    buffers) on ``device``, by name. ``rank``: the program of this rank, which has their values.
+    """
     states = rank.program.states
     return {n: _initialize_shard(rank, n, None, device, None) for n in rank.states if states[n].kind == "constant"}
 
 
 def make_rank_piece(rank: RankProgram, name: str, shard: Tensor) -> Tensor:
-    """Return the tensor that this rank stores for the parameter or buffer ``name``: ``shard``, its shard over ``ep``
-    and ``tp``, or, if ZeRO divides that, a flat copy of this rank's piece of it. ``rank``: the program of this rank.
+    """Return the tensor that this rank stores for the parameter or buffer called ``name``: ``shard``, its shard over
+    ``ep`` and ``tp``, or, if ZeRO divides the shard, a flat copy of this rank's piece. ``rank``: the program of this
+    rank.
     """
     if not rank.program.states[name].zero_axes:
         return shard
@@ -249,9 +243,8 @@ def make_rank_piece(rank: RankProgram, name: str, shard: Tensor) -> Tensor:
 
 def load_weights(rank: RankProgram, path: Path, shards: Mapping[str, Tensor]) -> None:
     """Fill the tensors in ``shards`` in place from the safetensors file or folder ``path``. ``rank``: the program of
-    this rank. ``shards``: name -> this rank's shard or ZeRO piece.
-
-    Raise :class:`WeightsError` if the files do not have the weights of the program.
+    this rank. ``shards``: name -> this rank's shard or ZeRO piece. Raise :class:`WeightsError` if the files do not have
+    the weights of the program.
     """
     files = FileWeights(path).for_names(list_names_read(rank.program))
     check_weights(rank.program, files)
@@ -267,10 +260,9 @@ def load_weights(rank: RankProgram, path: Path, shards: Mapping[str, Tensor]) ->
 def _initialize_shard(
     rank: RankProgram, name: str, weights: Weights | None, device: torch.device, dtype: torch.dtype | None
 ) -> Tensor:
-    """Return this rank's shard of the parameter, buffer or constant ``name``, on ``device``. ``rank``: the program of
-    this rank.
-
-    Its values come from ``weights``, from the program, or are random. ``dtype``: its type; ``None``: the program's.
+    """Return this rank's shard of the parameter, buffer or constant called ``name``, on ``device``. Its values come
+    from ``weights``, from the program, or are random. ``rank``: the program of this rank. ``dtype``: its dtype;
+    ``None``: the program's.
     """
     program, state = rank.program, rank.program.states[name]
     shards = rank.shards(name)
@@ -291,22 +283,19 @@ def _initialize_shard(
 
 
 def read_shards(weights: Weights, name: str, shards: Sequence[Shard]) -> Tensor:
-    """Return a rank's shard of the tensor ``name`` in ``weights``.
-
-    ``shards``: how the tensor is sharded, one entry for each mesh axis: the layout (which dim is cut), the number of
-    ranks, and which of them this rank is. The entries are applied one after the other. Only the part that the first
-    division leaves is read from the file.
+    """Return a rank's shard of the tensor called ``name`` in ``weights``. ``shards``: how the tensor is sharded, one
+    entry for each mesh axis: the layout (which dim is cut), the number of ranks, and the index of this rank among them.
+    The entries are applied one after the other. Only the part that remains after the first cut is read from the source.
     """
     first, *rest = shards or (Shard(REPLICATED, 1, 0),)
     return take_shards(weights.read(name, *first), rest)
 
 
 def _draw_random_values(name: str, state: StateData, shape: tuple[int, ...], part: int, dtype: torch.dtype) -> Tensor:
-    """Return random values for one shard of the parameter or buffer ``name``, which ``state`` describes: standard
-    deviation 1/sqrt(columns) for a matrix, ones for a vector.
-
-    With such weights, activations neither vanish nor explode. Buffers and integer parameters are zero. ``shape``,
-    ``dtype``: those of the shard. ``part``: number of the shard, which is part of the random seed.
+    """Return random values for one shard of the parameter or buffer called ``name``: normally distributed with standard
+    deviation 1/sqrt(columns) for a matrix, ones for a vector, and zeros for buffers and integer parameters. With such
+    weights, activations neither vanish nor explode. ``state``: the description of the parameter. ``shape``, ``dtype``:
+    of the shard. ``part``: number of the shard, which is part of the random seed.
     """
     if state.kind != "parameter" or not dtype.is_floating_point:
         return torch.zeros(shape, dtype=dtype)
@@ -318,7 +307,7 @@ def _draw_random_values(name: str, state: StateData, shape: tuple[int, ...], par
 
 def make_parameters(rank: RankProgram, shards: dict[str, Tensor]) -> dict[str, nn.Parameter]:
     """Return this rank's parameters as ``nn.Parameter``, by name. They share memory with ``shards``: name -> parameter
-    or buffer. ``rank``: the program of this rank, which says which of them are parameters.
+    or buffer. ``rank``: the program of this rank, which distinguishes parameters and buffers.
     """
     states = rank.program.states
     return {
@@ -332,12 +321,11 @@ def make_parameters(rank: RankProgram, shards: dict[str, Tensor]) -> dict[str, n
 
 class MasterParameters:
     """The parameters with which a rank computes, ``shards``, and the tensors that an optimizer updates, ``held``, by
-    name.
+    name. Both are the same tensors, except for parameters that have a copy in a wider dtype, in host memory or on disk.
 
-    Both are the same tensors, except for parameters that have a copy in a wider type, in host memory or on disk.
-    ``hosted``: the copies in host memory, from which the program's instructions set the parameters. ``weights``: where
-    the values are read. ``copier``: copies between the device and host memory. ``disk``: where float32 copies are, if
-    the program offloads to disk.
+    ``hosted``: the copies in host memory, from which the program's instructions set the parameters. ``weights``: source
+    of the values. ``copier``: copies between the device and host memory. ``disk``: storage of float32 copies, if the
+    program offloads to disk.
     """
 
     def __init__(
@@ -355,8 +343,8 @@ class MasterParameters:
         first = torch.device("cpu") if host_parameters else device
 
         def placed(name: str, tensor: Tensor) -> Tensor:
-            """Return a tensor with the values of ``tensor``, the parameter or buffer ``name``, at the place where the
-            program keeps it: on the device, in host memory or on disk.
+            """Return a tensor with the values of ``tensor``, the parameter or buffer called ``name``, where the program
+            keeps it: on the device, in host memory or on disk.
             """
             if name not in host_parameters:
                 return tensor.to(device)
@@ -374,21 +362,21 @@ class MasterParameters:
         self.shards = {name: self._get_shard(name) for name in self.held}
 
     def _get_shard(self, name: str) -> Tensor:
-        """Return the tensor on the device with which the rank computes, for the parameter or buffer ``name``.
-
-        If a parameter is on the device only for a part of the step, the result is a placeholder with the shape of this
-        rank's shard and the memory of one element.
+        """Return the tensor on the device with which the rank computes, for the parameter or buffer called ``name``. If
+        a parameter is on the device only for a part of the step, return a placeholder with the shape of this rank's
+        shard and the memory of one element.
         """
         state = self._rank.program.states[name]
-        if name in self._gone and not state.zero_axes:  # of its shape, without its memory
+        if name in self._gone and not state.zero_axes:  # a placeholder with the shape, but without the memory
             nothing = torch.empty((), dtype=dtype_of(state.dtype), device=self._device)
             return nothing.expand(self.held[name].shape)
         return self._cast_to_compute_dtype(name) if name in self._names else self.held[name]
 
     def _cast_to_compute_dtype(self, name: str) -> Tensor:
-        """Return the values of the parameter ``name`` that the optimizer updates, on the device and in the type in
-        which the rank computes. A parameter whose values are in host memory is always copied; another one only if
-        device or type differ."""
+        """Return the values of the parameter called ``name`` that the optimizer updates, on the device and in the dtype
+        in which the rank computes. A parameter in host memory is always copied; another one only if device or dtype
+        differ.
+        """
         dtype = dtype_of(self._rank.program.states[name].dtype)
         return self.held[name].to(self._device, dtype, copy=name in self.hosted)
 
@@ -400,9 +388,8 @@ class MasterParameters:
         self.held.update({name: piece for name, piece in pieces.items() if name not in self._names})
 
     def refresh(self) -> None:
-        """Copy the tensors that the optimizer updates to the parameters with which the rank computes.
-
-        Parameters whose copies are in host memory are left out, because the program's instructions copy them.
+        """Copy the tensors that the optimizer updates to the parameters with which the rank computes. Parameters whose
+        copies are in host memory are left out, because the program's instructions copy them.
         """
         names = self._refreshed
         if names:
@@ -410,7 +397,7 @@ class MasterParameters:
                 torch._foreach_copy_([self.shards[n] for n in names], [self.held[n] for n in names])
 
     def current(self) -> Mapping[str, Tensor]:
-        """Return all shards by name, with the values after the last optimizer step, in the types in which the rank
+        """Return all shards by name, with the values after the last optimizer step, in the dtypes in which the rank
         computes.
         """
         self.refresh()
@@ -422,9 +409,8 @@ class MasterParameters:
 
 
 class _FetchedParameters(Mapping[str, Tensor]):
-    """A mapping from name to this rank's shard, with the values after the last optimizer step.
-
-    Parameters that are on the device only for part of a step are copied there when they are read.
+    """A mapping from name to this rank's shard, with the values after the last optimizer step. Parameters that are on
+    the device only for part of a step are copied to the device when they are read.
     """
 
     def __init__(self, masters: MasterParameters) -> None:
@@ -442,16 +428,15 @@ class _FetchedParameters(Mapping[str, Tensor]):
 
 
 def count_disk_bytes(rank: RankProgram) -> int:
-    """Return the bytes on disk that the float32 copies of the parameters of ``rank``, or of its ZeRO pieces of them,
-    take.
+    """Return the bytes on disk that the float32 copies of the parameters of ``rank`` take; under ZeRO, of the rank's
+    pieces.
     """
     return sum(state_sizes(rank.program, name).gradient_piece for name in list_master_types(rank))
 
 
 def list_master_types(rank: RankProgram) -> Mapping[str, torch.dtype]:
-    """Return the parameters of ``rank`` that the optimizer updates in a wider copy, as name -> type of the copy.
-
-    These are the trained parameters in a type shorter than float32.
+    """Return the trained parameters of ``rank`` with a dtype shorter than float32, which the optimizer updates in a
+    wider copy, as a dict: name -> dtype of the copy.
     """
     program = rank.program
     trained = [n for n in rank.states if program.objective == "train" and program.states[n].requires_grad]

@@ -21,11 +21,10 @@ from partitioner.runtime.program.sharded_buckets import FlatShard, find_flat_sha
 
 
 class FlatBuffer:
-    """A flat buffer with one rank's padded ZeRO pieces of several parameters, one after the other.
-
-    ``piece(i)`` is a view of one piece without its padding. Pieces start at multiples of ``grain`` elements, and the
-    length of the buffer is a multiple of ``whole`` elements. ``allocate`` and ``release`` allocate and release its
-    memory."""
+    """A flat buffer with one rank's padded ZeRO pieces of several parameters, one after the other. ``piece(i)`` is a
+    view of one piece without its padding. Pieces start at multiples of ``grain`` elements, and the length of the buffer
+    is a multiple of ``whole`` elements. ``allocate`` and ``release`` manage its memory.
+    """
 
     def __init__(
         self, pieces: Sequence[FlatShard], dtype: torch.dtype, device: torch.device, grain: int = 1, whole: int = 1
@@ -41,13 +40,11 @@ class FlatBuffer:
 
     @property
     def is_released(self) -> bool:
-        """Return whether the memory of this buffer of ZeRO pieces (parts of flattened parameters, one for each rank) is
-        released now."""
+        """Return whether the memory of this buffer is released now."""
         return self._storage.nbytes() != self._nbytes
 
     def allocate(self) -> None:
-        """Allocate the memory of this buffer of ZeRO pieces (parts of flattened parameters, one for each rank) if it is
-        released; its contents are then undefined."""
+        """If the memory of this buffer is released, allocate it, with undefined contents."""
         if self.is_released:
             resize_storage(self._storage, self._nbytes)
 
@@ -58,20 +55,17 @@ class FlatBuffer:
         return self.buffer[self.starts[i] : self.starts[i] + self.pieces[i].size]
 
     def rows(self, whole: Tensor, i: int) -> Tensor:
-        """Return the padded ZeRO pieces (parts of the flattened tensor, one for each rank) of the ``i``-th parameter
-        (from 0), as a view ``[ranks, length]``.
-
-        ``whole``: the buffers of all ranks, concatenated.
+        """Return the padded ZeRO pieces (one for each rank) of the ``i``-th parameter (from 0), as a view ``[ranks,
+        length]`` of ``whole``, the concatenation of all ranks' buffers.
         """
         start = self.starts[i]
         return whole.view(self.pieces[i].ranks, self.length)[:, start : start + self.pieces[i].length]
 
 
 class GatherBuffer:
-    """A whole parameter of shape ``shape``, in a buffer that has room for the padded ZeRO pieces of all ranks.
-
-    ``allocate`` allocates the memory, and ``release`` releases it. ``piece``: this rank's piece, which says into how
-    many pieces the parameter is cut."""
+    """A whole parameter of shape ``shape``, in a buffer with space for the padded ZeRO pieces of all ranks.
+    ``allocate`` and ``release`` manage its memory. ``piece``: this rank's piece, which has the number of pieces.
+    """
 
     def __init__(self, piece: FlatShard, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.padded = torch.zeros(piece.ranks * piece.length, dtype=dtype, device=device)
@@ -83,17 +77,15 @@ class GatherBuffer:
 
     @property
     def rows(self) -> Tensor:
-        """Return the padded ZeRO pieces of all ranks as a view ``[ranks, length]``.
-
-        Writes through this view do not increase the version counter of the parameter. An all-gather writes values that
-        the optimizer's step has already set, which is not a change for autograd or for a checkpoint that is being
-        copied.
+        """Return the padded ZeRO pieces of all ranks as a view ``[ranks, length]``. Writes through this view do not
+        increase the version counter of the parameter: an all-gather writes values that the optimizer's step has already
+        set, which is not a change for autograd or for a checkpoint that is being copied.
         """
         return self.padded.data.view(self._rows)
 
     def allocate(self) -> None:
-        """Allocate the memory of the parameter if it is released, with zeros as padding; other contents are
-        undefined.
+        """If the memory of the parameter is released, allocate it, with zeros as padding; other contents
+        are undefined.
         """
         if self._storage.nbytes() != self._nbytes:
             resize_storage(self._storage, self._nbytes)
@@ -106,10 +98,9 @@ class GatherBuffer:
 
 class GatheredBucket:
     """The parameters of one bucket, which ZeRO divides and which are all-gathered together, and their all-gather.
-
     ``number``: index of the bucket. ``stored``: parameter name -> this rank's piece (part of the flattened parameter),
-    whose values are copied. ``keep``: whole parameters are never freed (ZeRO 1 and 2). ``host_parameters``: the rank's
-    pieces are in host memory, and are on the device only until the all-gather ends.
+    whose values are copied. ``keep``: whether whole parameters are never freed (ZeRO 1 and 2). ``host_parameters``:
+    whether the rank's pieces are in host memory, and on the device only until the all-gather ends.
     """
 
     def __init__(
@@ -162,7 +153,9 @@ class GatheredBucket:
         for i, room in enumerate(self.rooms):
             room.allocate()
             rows, own = self.flat.rows(whole, i), self.group.index
-            others = (slice(own), slice(own + 1, None)) if self.keep else (slice(None),)  # its own piece is in place
+            others = (
+                (slice(own), slice(own + 1, None)) if self.keep else (slice(None),)
+            )  # the own piece is already in place
             for part in others:
                 room.rows[part].copy_(rows[part])
         self._pending.release()
@@ -176,14 +169,12 @@ class GatheredBucket:
 
 
 class ShardedParameters:
-    """All parameters of a rank that ZeRO divides.
-
-    Args:
-        stored: parameter name -> this rank's piece (part of the flattened parameter), whose values are copied.
+    """All parameters of a rank that ZeRO divides. ``stored``: parameter name -> this rank's piece (part of the
+    flattened parameter), whose values are copied.
 
     ``pieces``: parameter name -> this rank's piece, which an optimizer updates. ``whole``: parameter name -> the whole
     parameter, which block calls (such as layers) read. ``leaving``: names of the parameters that are freed between
-    block calls (such as layers). ``buckets``: index -> parameters that are gathered together.
+    block calls. ``buckets``: index -> parameters that are gathered together.
     """
 
     def __init__(self, rank: RankProgram, stored: Mapping[str, Tensor], communicator: Communicator) -> None:
@@ -198,10 +189,8 @@ class ShardedParameters:
         self.leaving = {s for b in self.buckets.values() if not b.keep for s in b.whole}
 
     def for_buckets(self, numbers: Mapping[int, int]) -> ShardedParameters:
-        """Return the same parameters for another program, which numbers the buckets (parameters that are gathered
-        together) differently.
-
-        ``numbers``: index of a bucket in that program -> its index here.
+        """Return the same parameters for another program, in which the buckets (parameters that are gathered together)
+        have other indices. ``numbers``: index of a bucket in that program -> its index in this object.
         """
         other = copy.copy(self)
         other.buckets = {own: self.buckets[number] for own, number in numbers.items() if number in self.buckets}

@@ -1,6 +1,5 @@
-"""Sources of weights: a module, a dict of tensors, or safetensors files.
-
-Tensors are read by name, one slice at a time.
+"""Sources of weights: a module, a dict of tensors, or safetensors files. Tensors are read by name, one
+slice at a time.
 """
 
 from __future__ import annotations
@@ -47,43 +46,40 @@ _TYPES = {
     "U32": torch.uint32,
     "U64": torch.uint64,
 }
-# Complex types that safetensors lacks: a run's own file holds real and imaginary parts, its metadata their names.
+# Complex dtypes that safetensors lacks: our own files store real and imaginary parts, and the names in the metadata.
 _PAIRS = {torch.complex128: torch.float64, torch.complex32: torch.float16}
 _PAIRED = "partitioner.complex"
-_EXTRA_STATE = "_extra_state"  # of a state dict: not a tensor, and no weight
+_EXTRA_STATE = "_extra_state"  # suffix of entries of a state dict that are neither tensors nor weights
 
 
 @runtime_checkable
 class Weights(Protocol):
-    """Interface of a source of named tensors of which parts can be read. ``origin`` names the source in error
+    """Interface of a source of named tensors of which parts can be read. ``origin``: name of the source in error
     messages.
     """
 
     origin: str
 
     def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Return the pair (shape, dtype) of the tensor ``name``; ``None`` if there is no such tensor."""
+        """Return the pair (shape, dtype) of the tensor called ``name``; ``None`` if there is no such tensor."""
 
     def names(self) -> list[str]: ...
 
     def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
-        """Return the shard of the tensor ``name`` that the rank ``index`` of ``num_ranks`` ranks has. ``layout``: how
-        the tensor is cut among these ranks, such as along which dim.
-
-        The caller must not write to it.
+        """Return the shard of the tensor called ``name`` that the rank ``index`` of ``num_ranks`` ranks has.
+        ``layout``: how the tensor is cut among these ranks, such as along which dim. The caller must not write to the
+        result.
         """
 
     def identity(self, name: str) -> Hashable:
-        """Return a key for the tensor ``name`` that is equal for two names of the same tensor (tied weights); ``None``
-        if this is unknown.
+        """Return a key for the tensor called ``name`` that is equal for two names of the same tensor (tied weights);
+        ``None`` if this is unknown.
         """
 
 
 class TensorWeights:
-    """Weights in memory, from a dict of tensors by name. ``origin``: name of the source in error messages.
-
-    Tied names may share a tensor. Raise :class:`WeightsError` for values that are not tensors, or are on the meta
-    device.
+    """Weights in memory, from a dict of tensors by name. Tied names may share a tensor. ``origin``: name of the source
+    in error messages. Raise :class:`WeightsError` for values that are not tensors, or are on the meta device.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], origin: str) -> None:
@@ -115,8 +111,8 @@ class TensorWeights:
         return take_shard(self.tensors[name].detach(), layout, num_ranks, index)
 
     def for_names(self, names: Collection[str]) -> TensorWeights:
-        """Return these weights under the names ``names``, where the names differ only in spelling, such as by a
-        wrapper's prefix.
+        """Return these weights renamed to ``names``, for names that differ only in parts that wrapper modules add (such
+        as ``module.``).
         """
         renamed = match_state_names(self.tensors, names)
         return TensorWeights({renamed.get(n, n): t for n, t in self.tensors.items()}, self.origin) if renamed else self
@@ -128,14 +124,13 @@ class TensorWeights:
 
 class FileWeights:
     """Weights in the safetensors file, or the folder of such files, ``path``. Only the requested slices are read.
-
     ``index``: file name of the folder's index, which says which file has which tensor.
     """
 
     def __init__(self, path: Path, index: str = INDEX) -> None:
         self.origin = str(path)
         self._files = _find_tensor_files(path, index)
-        self._saved_as: dict[str, str] = {}  # name -> that in the file, where it is another
+        self._saved_as: dict[str, str] = {}  # name -> name in the file, if they differ
         self._open: dict[Path, Any] = {}
         self._paired: dict[Path, frozenset[str]] = {}
         self._stack = ExitStack()
@@ -145,8 +140,8 @@ class FileWeights:
         return list(self._files)
 
     def for_names(self, names: Collection[str]) -> FileWeights:
-        """Rename these weights in place to the names ``names`` if the names differ only in parts that wrapper modules
-        add (such as ``module.``), and return them.
+        """Rename these weights in place to ``names``, for names that differ only in parts that wrapper modules add
+        (such as ``module.``), and return them.
         """
         for saved_as, name in match_state_names(self._files, names).items():
             self._files[name] = self._files.pop(saved_as)
@@ -154,8 +149,8 @@ class FileWeights:
         return self
 
     def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Return the pair (shape, dtype) of the tensor ``name``; ``None`` if there is no such tensor. Raise
-        :class:`WeightsError` for a type that torch does not have.
+        """Return the pair (shape, dtype) of the tensor called ``name``; ``None`` if there is no such tensor. Raise
+        :class:`WeightsError` for a dtype that torch does not have.
         """
         if name not in self._files:
             return None
@@ -172,8 +167,9 @@ class FileWeights:
         return shape, _TYPES[stored]
 
     def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
-        """Return the shard of the tensor ``name`` that the rank ``index`` of ``num_ranks`` ranks has. ``layout``: how
-        the tensor is cut among these ranks, such as along which dim. Only this part is read from the file.
+        """Return the shard of the tensor called ``name`` that the rank ``index`` of ``num_ranks`` ranks has.
+        ``layout``: how the tensor is cut among these ranks, such as along which dim. Only the shard is read from the
+        file.
         """
         with self._lock:
             paired = self._is_paired(name)
@@ -199,8 +195,8 @@ class FileWeights:
             self._open.clear()
 
     def _is_paired(self, name: str) -> bool:
-        """Return whether the tensor ``name`` is complex and stored as real numbers, with real and imaginary parts in
-        its last dim.
+        """Return whether the tensor called ``name`` is complex and stored as real numbers, with real and imaginary
+        parts in its last dim.
         """
         path, handle = self._files[name], self._open_file(name)
         if path not in self._paired:
@@ -216,7 +212,7 @@ class FileWeights:
         saved_as = self._saved_as.get(name, name)
         try:
             return self._open_file(name).get_slice(saved_as)
-        except SafetensorError as error:  # an index may name what is not there
+        except SafetensorError as error:  # an index may name a tensor that does not exist
             raise WeightsError(
                 f"{self._files[name]} does not contain {saved_as}: {error}; save the model again"
             ) from error
@@ -229,9 +225,8 @@ class FileWeights:
 
 
 class ModuleWeights(TensorWeights):
-    """The parameters and buffers of a module.
-
-    An attribute of a module that is a Python number, such as a counter, is also available, as a 0-dimensional tensor.
+    """The parameters and buffers of a module. A module attribute that is a Python number, such as a counter, is also
+    available, as a 0-dimensional tensor.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -240,15 +235,15 @@ class ModuleWeights(TensorWeights):
         self._module, _ = unwrap_model(module)
 
     def for_names(self, names: Collection[str]) -> ModuleWeights:
-        """Rename these weights in place to the names ``names`` if the names differ only in parts that wrapper modules
-        add (such as ``module.``), and return them.
+        """Rename these weights in place to ``names``, for names that differ only in parts that wrapper modules add
+        (such as ``module.``), and return them.
         """
         for name, meant in match_state_names(self.tensors, names).items():
             self.tensors[meant] = self.tensors.pop(name)
         return self
 
     def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Return the pair (shape, dtype) of the tensor ``name``, or of the module's attribute ``name`` if that is a
+        """Return the pair (shape, dtype) of the tensor called ``name``, or of the module attribute ``name`` if it is a
         number; ``None`` if there is neither.
         """
         if name not in self.tensors:
@@ -260,7 +255,7 @@ class ModuleWeights(TensorWeights):
 
 def get_number_attribute(module: nn.Module, name: str) -> Tensor | None:
     """Return the attribute ``name`` of a module, such as ``layers.0.step``, as a 0-dimensional tensor; ``None`` if it
-    is no int or float.
+    is not an int or float.
     """
     path, _, attribute = name.rpartition(".")
     try:
@@ -273,11 +268,9 @@ def get_number_attribute(module: nn.Module, name: str) -> Tensor | None:
 
 
 def write_weights(tensors: Mapping[str, Tensor], path: Path) -> Path:
-    """Write ``tensors`` to the safetensors file ``path`` and return the path. :class:`FileWeights` reads such files.
-    ``tensors``: name -> tensor.
-
-    Complex types that safetensors lacks are stored as real tensors with one more dim, which is what other software
-    sees. Raise :class:`WeightsError` for a type that cannot be stored.
+    """Write ``tensors`` (name -> tensor) to the safetensors file ``path`` and return the path. :class:`FileWeights`
+    reads such files. Complex dtypes that safetensors lacks are stored as real tensors with one more dim, which is what
+    other software sees. Raise :class:`WeightsError` for a dtype that cannot be stored.
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in _PAIRS:
@@ -290,7 +283,7 @@ def write_weights(tensors: Mapping[str, Tensor], path: Path) -> Path:
 
 
 def check_storable(name: str, dtype: torch.dtype) -> None:
-    """Raise :class:`WeightsError` if safetensors cannot store the type ``dtype`` of the tensor ``name``."""
+    """Raise :class:`WeightsError` if safetensors cannot store the dtype ``dtype`` of the tensor called ``name``."""
     if dtype not in _TYPES.values():
         raise WeightsError(
             f"{name} has dtype {str(dtype).removeprefix('torch.')}, which safetensors cannot store: convert it to "
@@ -304,10 +297,9 @@ Source = nn.Module | Mapping[str, Tensor] | str | Path | Weights
 
 def open_weights(source: Source, names: Collection[str] = ()) -> Weights:
     """Return ``source``, the weights that the user passed (a module, a dict of tensors, a path of safetensors files, or
-    :class:`Weights`), as an object from which shards of tensors can be read. Weights saved from a compiled or wrapped
-    model, such as ``_orig_mod.layers.0.weight``, are renamed to these.
-
-    ``names``: the names that a plan reads. Raise :class:`WeightsError` for another source, or if a file has no weights.
+    :class:`Weights`), as an object from which shards of tensors can be read. ``names``: the names that a plan reads;
+    weights saved from a compiled or wrapped model, such as ``_orig_mod.layers.0.weight``, are renamed to these. Raise
+    :class:`WeightsError` for another source, or if a file has no weights.
     """
     if isinstance(source, nn.Module):
         return ModuleWeights(source).for_names(names)
@@ -324,10 +316,8 @@ def open_weights(source: Source, names: Collection[str] = ()) -> Weights:
 
 
 def list_module_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters and buffers of ``module`` as name -> tensor, under all of their names, also those that
-    ``state_dict`` leaves out.
-
-    Wrappers, such as the one of ``torch.compile``, are removed first.
+    """Return all parameters and buffers of ``module`` as a dict: name -> tensor, under all of their names, also those
+    that ``state_dict`` leaves out. Wrappers, such as the one of ``torch.compile``, are removed first.
     """
     module, _ = unwrap_model(module)
     return {
@@ -337,15 +327,13 @@ def list_module_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def is_weights_path(path: Path) -> bool:
-    """Return whether ``path`` can be read as weights: whether it is a file, or a folder with safetensors files."""
+    """Return whether ``path`` can be read as weights: it is a file, or a folder with safetensors files."""
     return path.is_file() or (path / INDEX).exists() or any(path.glob("*.safetensors"))
 
 
 def _find_tensor_files(path: Path, index: str) -> dict[str, Path]:
-    """Return the file that has each tensor, as name -> path. ``path``: a file or folder. ``index``: file name of the
-    folder's index.
-
-    Raise :class:`WeightsError` if there are no safetensors files.
+    """Return a dict: name of each tensor -> path of the file that contains it. ``path``: a file or folder. ``index``:
+    file name of the folder's index. Raise :class:`WeightsError` if there are no safetensors files.
     """
     if path.is_dir():
         if (path / index).exists():
@@ -370,9 +358,9 @@ def _find_tensor_files(path: Path, index: str) -> dict[str, Path]:
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
-    """Return which file of a folder of safetensors files has each tensor: name of the tensor -> name of the file.
-    ``index``: the folder's index file. Raise :class:`WeightsError` if it cannot be read, or if it names files outside
-    of its folder.
+    """Return a dict: name of each tensor -> name of the file that contains it, from ``index``, the index file of a
+    folder of safetensors files. Raise :class:`WeightsError` if the index cannot be read, or names files outside of its
+    folder.
     """
     try:
         found = parse_json(index.read_text(encoding="utf-8"))["weight_map"]

@@ -1,7 +1,7 @@
 """Copy the status files of ranks (progress and failures) between hosts, and find the ranks at network addresses.
 
 The status files of each host are copied to the other hosts through the key-value store of the rendezvous. One rank of
-every host does this in a thread, because a rank that has lost the host of the store blocks until TCP gives up.
+every host does this in a thread, because a rank that has lost the host of the store blocks until TCP times out.
 
 :func:`find_named_ranks` finds the ranks at the other end of a connection, because errors of Gloo contain only an
 address and a port.
@@ -30,7 +30,7 @@ _INTERVAL_S = 1.0
 
 
 class KeyValueStore(Protocol):
-    """The methods of ``torch.distributed.Store`` that are used to copy files between hosts."""
+    """Interface of a ``torch.distributed.Store`` for copying files between hosts."""
 
     def set(self, key: str, value: str, /) -> None: ...
 
@@ -40,13 +40,12 @@ class KeyValueStore(Protocol):
 
 
 class Mirror:
-    """Exchanges the status files of ranks (progress and failures) between hosts. It sends the files of this host's
-    ranks to all other hosts, and writes the files of other hosts' ranks to ``folder``, where those of this host lie,
-    too.
+    """Exchanges the status files of ranks (progress and failures) between hosts: sends the files of this host's ranks
+    to all other hosts, and writes the files of other hosts' ranks to ``folder``, which also has the files of this host.
 
     Args:
         store: a store client that nothing else uses, because a client that waits for a key is blocked.
-        host: index of this host, of ``num_hosts``.
+        host: index of this host among ``num_hosts``.
         ranks: the ranks on this host.
     """
 
@@ -59,15 +58,14 @@ class Mirror:
 
         self._wanted = threading.Event()
         self._done = threading.Condition()
-        self._begun = self._ended = 0  # exchanges
+        self._begun = self._ended = 0  # numbers of exchanges
         self._closed = False
         self._thread: threading.Thread | None = None
 
     def exchange(self, within_s: float = _INTERVAL_S) -> None:
         """Send the status files (progress and failures) of this host's ranks to the other hosts, and receive those of
-        the other hosts' ranks; wait for at most ``within_s`` seconds.
-
-        The first call starts a thread that repeats the exchange every second.
+        the other hosts' ranks; wait for at most ``within_s`` seconds. The first call starts a thread that repeats the
+        exchange every second.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._run_exchange_loop, name="mirror", daemon=True)
@@ -85,8 +83,9 @@ class Mirror:
             self._thread.join(_INTERVAL_S)
 
     def _run_exchange_loop(self) -> None:
-        """Exchange the status files of ranks (progress and failures) with other hosts every second, or at once if it is
-        requested, until the mirror is closed. This runs in a thread."""
+        """Exchange the status files of ranks (progress and failures) with other hosts every second, or at once on
+        request, until the mirror is closed. This runs in a thread.
+        """
         while not self._closed:
             with self._done:
                 self._begun += 1
@@ -99,8 +98,9 @@ class Mirror:
 
     def _exchange_files(self) -> None:
         """Write the status files (progress and failures) of this host's ranks to the key-value store that all hosts
-        share. Copy those of the other hosts from the store to this host's folder. Errors are ignored."""
-        with contextlib.suppress(RuntimeError, OSError):  # the store's host may be the one that has died
+        share, and copy those of the other hosts from the store to this host's folder. Errors are ignored.
+        """
+        with contextlib.suppress(RuntimeError, OSError):  # the host of the store may have failed
             own_addresses = {
                 name: base64.b64encode(content).decode() for name, content in self._read_own_files().items()
             }
@@ -110,8 +110,9 @@ class Mirror:
                     self._write_received_files(json.loads(self.store.get(_format_host_key(other))))
 
     def _read_own_files(self) -> dict[str, bytes]:
-        """Return the status files of this host's ranks (progress, failures, and the cause why training has ended) as
-        file name -> contents. Files that do not exist are left out."""
+        """Return the status files of this host's ranks (progress, failures, and the cause why training has ended), as a
+        dict: file name -> contents. Files that do not exist are left out.
+        """
         names = [f"rank-{rank}.{kind}" for rank in self.ranks for kind in _KINDS]
         found = {}
         for name in [*names, _CAUSE]:
@@ -121,8 +122,9 @@ class Mirror:
 
     def _write_received_files(self, files: dict[str, str]) -> None:
         """Write the status files (progress and failures) of another host's ranks to this host's folder of status files.
-        ``files``: file name -> contents in base64."""
-        for name in sorted(files, key=lambda n: n.endswith(".times")):  # last: it says that a rank is there
+        ``files``: file name -> contents in base64.
+        """
+        for name in sorted(files, key=lambda n: n.endswith(".times")):  # last, because readers look for this file
             if name == _CAUSE and (self.folder / name).exists():
                 continue
             write_bytes(self.folder / name, base64.b64decode(files[name]), durable=False)
@@ -136,8 +138,8 @@ _ADDRESS = re.compile(r"\[([0-9a-fA-F:.]+)\]:(\d+)")
 
 
 def list_own_addresses() -> list[str]:
-    """Return the local ends of this process's TCP connections, such as ``127.0.0.1:4000``, sorted; empty if they are
-    unknown.
+    """Return the local addresses of this process's TCP connections, such as ``127.0.0.1:4000``, sorted; empty if they
+    are unknown.
     """
     found = []
     with contextlib.suppress(OSError):
@@ -154,12 +156,12 @@ def list_own_addresses() -> list[str]:
 def find_named_ranks(
     error: str, addresses: Mapping[int, Sequence[str]], own_addresses: Sequence[str] = ()
 ) -> tuple[int, ...]:
-    """Return the ranks that the error text ``error`` names by a network address. ``addresses``: rank -> its addresses,
-    such as ``10.0.0.1:4000``. ``own_addresses``: the addresses of this rank; if empty, only exact addresses are
-    searched.
+    """Return the ranks that the error text ``error`` names by a network address. If the text has none of the known
+    addresses, return all ranks whose host it names, except the ranks on this rank's host, because ``addresses`` lacks
+    connections that were opened later.
 
-    If the text has none of these addresses, return all ranks whose host it names, except the ranks on this rank's host.
-    This is needed because ``addresses`` lacks connections that were opened later.
+    ``addresses``: rank -> its addresses, such as ``10.0.0.1:4000``. ``own_addresses``: the addresses of this rank; if
+    empty, only exact addresses are searched.
     """
     found = [(host, int(port)) for host, port in _ADDRESS.findall(error)]
     # Gloo prints ports in network byte order (torch 2.13).
@@ -169,7 +171,7 @@ def find_named_ranks(
         return exactly
     hosts = {_parse_host(end) for end in named} - {
         _parse_host(end) for end in own_addresses
-    }  # what was connected later is not noted
+    }  # connections that were opened later are not in ``addresses``
     return tuple(rank for rank, ends in addresses.items() if hosts.intersection(map(_parse_host, ends)))
 
 

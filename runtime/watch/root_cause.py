@@ -2,9 +2,9 @@
 
 The cause is the first rank that reports a failure of its own, which is not a consequence of another rank's failure. If
 there is none, it is a rank whose process has ended. If ranks report only lost connections, it is a lost rank on another
-host that sends no heartbeats, a lost rank that has left the run, or the rank that most others have lost. If no rank has
-made progress for the patience that the user has set, the cause is the rank for which others wait, directly or
-indirectly, and which itself waits for no rank or sends no heartbeats.
+host that sends no heartbeats, a lost rank that has left the run, or the rank to which most others have lost their
+connection. If no rank has made progress for the patience that the user has set, the cause is the rank for which others
+wait, directly or indirectly, and which itself does not wait for any rank or sends no heartbeats.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import replace
 from partitioner.runtime.errors import DIED, LEFT, LOST, STALLED, Failure
 from partitioner.runtime.watch.status_board import RankState
 
-_SETTLE_S = 1.0  # seconds that a lost rank has to report why, before the rank that lost it may be the cause
+_SETTLE_S = 1.0  # time in which a lost rank may report its failure, before the rank that lost it may be the cause
 
 SILENT_S = 3.0  # seconds without a heartbeat after which a process, or its host, counts as stopped
 HOST_SETTLE_S = SILENT_S + 2.0  # seconds until a lost host is known to be silent
@@ -28,8 +28,8 @@ def find_failure_cause(
     """Return the failure because of which training cannot continue; ``None`` if it can continue.
 
     Args:
-        states: what each rank last reported.
-        patience_s: if no rank makes progress for so many seconds, the ranks count as stalled.
+        states: the last report of each rank.
+        patience_s: if no rank makes progress for this number of seconds, the ranks count as stalled.
         now: current time of day in seconds.
         died: the rank whose process was seen to end first, if known.
         world_size: the number of ranks.
@@ -86,10 +86,9 @@ def describe_failure_at(state: RankState, kind: str, error: str) -> Failure:
 
 
 def find_waits(states: Sequence[RankState]) -> dict[int, set[int]]:
-    """Return, for each rank, the ranks for which it waits. ``states``: what each rank last reported.
-
-    A rank does not wait for ranks that have entered the same collective and send heartbeats. A rank without heartbeats
-    counts as waiting for no rank, because its last report may be outdated.
+    """Return a dict: rank -> the ranks for which it waits. ``states``: the last report of each rank. A rank does not
+    wait for ranks that have entered the same collective and send heartbeats. A rank without heartbeats counts as not
+    waiting, because its last report may be outdated.
     """
     found: dict[int, set[int]] = {}
     for s in states:
@@ -135,9 +134,8 @@ def _blame_stalled_rank(states: Sequence[RankState], patience_s: float) -> Failu
 
 
 def _count_waiting_ranks(edges: Mapping[int, set[int]]) -> Counter[int]:
-    """Return, for each rank, the number of ranks that wait for it, directly or indirectly.
-
-    ``edges``: rank -> the ranks for which it waits.
+    """Return, for each rank, the number of ranks that wait for it, directly or indirectly. ``edges``: rank -> the ranks
+    for which it waits.
     """
     found: Counter[int] = Counter()
     for start in edges:
@@ -152,24 +150,27 @@ def _count_waiting_ranks(edges: Mapping[int, set[int]]) -> Counter[int]:
 
 
 def _find_most_blamed(dead_ranks: Sequence[RankState], states: Sequence[RankState]) -> RankState:
-    """Return the last report of the rank, among the dead ranks ``dead_ranks``, to which most of the ranks in ``states``
-    (last reports) have lost their connection; among equals, the one idle for the longest time."""
+    """Return the last report of the dead rank to which most other ranks have lost their connection; among equals, the
+    one that was idle for the longest time. ``dead_ranks``: the last reports of the dead ranks. ``states``: the last
+    report of each rank.
+    """
     blamed = Counter(rank for s in states for rank in s.lost)
     return max(dead_ranks, key=lambda s: (blamed[s.rank], s.idle_s))
 
 
 def _find_lost_ranks(reporting: Sequence[RankState], states: Sequence[RankState]) -> list[RankState]:
-    """Return the last reports of the ranks to which some rank of ``reporting``, ranks that reported a failure, has lost
-    its connection. ``states``: what each rank last reported.
+    """Return the last reports of the ranks to which some rank in ``reporting`` has lost its connection. ``reporting``:
+    last reports of the ranks that reported a failure. ``states``: the last report of each rank.
     """
     lost = {rank for s in reporting for rank in s.lost}
     return [s for s in states if s.rank in lost]
 
 
 def _report_lost_host(state: RankState, reporting: Sequence[RankState]) -> Failure:
-    """Return the failure of a rank on another host that sends no heartbeats any more, and to which ranks have lost
-    their connection. ``state``: the last report of that rank. ``reporting``: ranks that reported a failure; the text of
-    the failure names those of them that lost the connection."""
+    """Return the failure of a rank on another host that no longer sends heartbeats, and to which ranks have lost their
+    connection. ``state``: the last report of that rank. ``reporting``: last reports of the ranks that reported a
+    failure; the text names those of them that lost the connection.
+    """
     losers = [s for s in reporting if state.rank in s.lost]
     who = "; ".join(f"rank {s.rank} lost it at {s.doing}" for s in losers[:4])
     text = f"its host has given no sign of life for {state.silent_s:.1f} s (it has ended, or its network); {who}"
@@ -178,10 +179,9 @@ def _report_lost_host(state: RankState, reporting: Sequence[RankState]) -> Failu
 
 def _blame_left_rank(reporting: Sequence[RankState], states: Sequence[RankState]) -> Failure | None:
     """Return the failure of a rank whose script ended early or was interrupted, and to which another rank has therefore
-    lost its connection. Return ``None`` if there is no such rank.
-
-    ``reporting``: ranks that reported a failure, with the ranks to which they have lost their connection. ``states``:
-    what each rank last reported."""
+    lost its connection; ``None`` if there is no such rank. ``reporting``: last reports of the ranks that reported a
+    failure. ``states``: the last report of each rank.
+    """
     gone = [s for s in states if s.moment.phase == "gone" and s.failure is None]
     for state in gone:
         losers = [s for s in reporting if state.rank in s.lost]
@@ -194,9 +194,10 @@ def _blame_left_rank(reporting: Sequence[RankState], states: Sequence[RankState]
 
 def _blame_lost_rank(reporting: Sequence[RankState]) -> Failure:
     """Return the failure to report if connections broke but no process is known to have ended. If more ranks (at least
-    two) have lost their connection to one rank than to any other, and that rank reported a failure, the result is its
-    failure. Otherwise it is the failure of the rank that reported first. ``reporting``: ranks that reported a failure,
-    the earliest first."""
+    two) have lost their connection to one rank than to any other, and that rank reported a failure, it is that failure.
+    Otherwise it is the failure that was reported first. ``reporting``: last reports of the ranks that reported a
+    failure, the earliest first.
+    """
     blamed = Counter(rank for s in reporting for rank in set(s.lost))
     order = {s.rank: place for place, s in enumerate(reporting)}
     ranks = {s.rank: s for s in reporting}

@@ -1,8 +1,8 @@
 """Status files of a run's ranks, in a folder that all ranks and their observers can read.
 
 The flight recorder (:mod:`partitioner.runtime.execute.flight_recorder`) writes ``rank-3.times`` and ``rank-3.json``.
-While a rank makes no progress, it writes its position to ``rank-3.place``. ``rank-3.failure`` has the reason of its
-failure, and ``rank-3.addresses`` the local addresses of its connections.
+While a rank does not make progress, it writes its position to ``rank-3.place``. ``rank-3.failure`` has the reason of
+its failure, and ``rank-3.addresses`` the local addresses of its connections.
 """
 
 from __future__ import annotations
@@ -27,29 +27,30 @@ class RankState:
     """The known state of a rank at one time, from the status files that it writes.
 
     Args:
-        stage: index of its pipeline stage.
-        moment: the phase, the step and the current action (a function of the compiled step) that it reported.
+        stage: index of the rank's pipeline stage.
+        moment: the phase, the step and the current action (a function of the compiled step) that the rank reported.
         spot: description of its current instruction: its text, the modules that it runs and their source line; ``None``
-            if it runs none.
-        index: index of its current instruction; ``None`` if it runs none.
+            if it does not run one.
+        index: index of its current instruction; ``None`` if it does not run one.
         idle_s: seconds since its last progress.
         silent_s: seconds since its last heartbeat.
         on_this_host: whether it runs on this host.
         alive: whether its process runs; true if it is on another host.
         stopped: whether a signal has stopped its process.
-        place: the position in the model that it has reported; ``None`` if it has reported none, or has moved on since.
+        place: the position in the model that it has reported; ``None`` if it has not reported one, or has moved on
+            since.
         failure: the failure that it has reported; ``None`` if there is none.
         failed_at: the time of this failure, in seconds of the time of day.
         lost: the ranks to which it lost the connection when it failed.
         stage_index: index of its current instruction in the list of its pipeline stage, if ranks of the stage skip
-            parts of that list; otherwise ``None``.
+            parts of this list; otherwise ``None``.
     """
 
     rank: int
     stage: int
     moment: RecordedMoment
     spot: InstructionSpot | None
-    index: int | None  # of the instruction
+    index: int | None  # index of the instruction
     idle_s: float
     silent_s: float
     on_this_host: bool = True
@@ -58,21 +59,22 @@ class RankState:
     place: RankLocation | None = None
     failure: Failure | None = None
     failed_at: float = 0.0
-    lost: tuple[int, ...] = ()  # whom it was waiting for when it failed
-    stage_index: int | None = None  # of the instruction in the stage's list, where ranks leave out some of that
+    lost: tuple[int, ...] = ()  # ranks to which it lost the connection when it failed
+    stage_index: int | None = None  # index in the stage's list, if ranks skip instructions
 
     @property
     def progress(self) -> tuple[int, int, int]:
-        """Return the progress of a rank: step, whether the step has ended (0 or 1), and position in the step.
-
-        The result is comparable between ranks of a pipeline stage.
+        """Return the progress of a rank: step, whether the step has ended (0 or 1), and position in the step. The
+        result is comparable between ranks of a pipeline stage.
         """
         inside = self.moment.phase == "step"
         return self.moment.step, int(not inside), self.moment.action if self.stage_index is None else self.stage_index
 
     @property
     def doing(self) -> str:
-        """Return what the rank did at the time of this report, as text, such as ``step 3, instruction 7: 1F0``."""
+        """Return the activity of the rank at the time of this report, as text, such as ``step 3,
+        instruction 7: 1F0``.
+        """
         if self.moment.phase != "step":
             return f"{self.moment.phase} (after step {self.moment.step + 1})"
         return f"step {self.moment.step + 1}, {format_instruction_words(self.index, self.spot)}"
@@ -84,7 +86,8 @@ def format_instruction_words(index: int | None, spot: InstructionSpot | None) ->
 
 class StatusBoard:
     """Reads and writes the status files of ranks (progress and failures) in ``folder``. Each rank writes its own files;
-    any process may read all of them."""
+    any process may read all of them.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -99,17 +102,17 @@ class StatusBoard:
 
     def post_addresses(self, rank: int, addresses: list[str]) -> None:
         """Write ``addresses``, the local network addresses of the connections of ``rank``, such as ``127.0.0.1:4000``,
-        to a status file of the rank, by which other processes find the rank at an address."""
+        to a status file of the rank, so that other processes can find the rank by an address.
+        """
         self._post_file(rank, "addresses", {"own": addresses})
 
     def _post_file(self, rank: int, kind: str, content: dict[str, Any]) -> None:
         write_text(self.folder / f"rank-{rank}.{kind}", json.dumps(content), durable=False)
 
     def tell(self, cause: Failure) -> bool:
-        """Write ``cause``, the reason why training has ended, to the folder in which ranks write their status, unless
-        another rank has done so.
-
-        Return whether this rank has to report it to the user: ``False`` if another rank has written a cause.
+        """Write ``cause``, the reason why training has ended, to the folder of status files, unless another rank has
+        written a cause. Return whether this rank has to report the cause to the user: ``False`` if another rank has
+        written one.
         """
         try:
             with (self.folder / "cause").open("x") as file:
@@ -121,14 +124,15 @@ class StatusBoard:
         return True
 
     def told(self) -> Failure | None:
-        """Return the cause why training has ended, which some rank has written; ``None`` if there is none."""
+        """Return the cause why training has ended that some rank has written; ``None`` if there is none."""
         with contextlib.suppress(OSError, ValueError):
             return Failure.from_data(parse_json((self.folder / "cause").read_text()))
         return None
 
     def states(self) -> list[RankState]:
-        """Return the states of all ranks that have started to write status files (what they do, and whether they have
-        failed), in ascending order of ranks."""
+        """Return the states (activity and failure) of all ranks that have started to write status files, in ascending
+        order of ranks.
+        """
         for path in self.folder.glob("rank-*.times"):
             rank = int(path.stem.split("-")[1])
             if rank not in self._recordings:
@@ -136,7 +140,7 @@ class StatusBoard:
                     self._recordings[rank] = Recording(self.folder, rank)
         found = []
         for rank in sorted(self._recordings):
-            with contextlib.suppress(FileNotFoundError):  # it has come to its end, and tidied up
+            with contextlib.suppress(FileNotFoundError):  # the rank has ended and removed its files
                 found.append(self._read_rank_state(rank))
         return found
 
@@ -148,8 +152,8 @@ class StatusBoard:
         return self._recordings
 
     def _read_rank_state(self, rank: int) -> RankState:
-        """Return the state of ``rank`` (what it does, and whether it has failed) according to the status files that it
-        writes. Raise ``FileNotFoundError`` if it has removed them.
+        """Return the state (activity and failure) of ``rank`` according to its status files. Raise
+        ``FileNotFoundError`` if the rank has removed them.
         """
         recording = self._recordings[rank]
         headers, moment = recording.about, recording.moment()
@@ -181,20 +185,18 @@ class StatusBoard:
         )
 
     def _find_lost_ranks(self, rank: int, failed: dict[str, Any]) -> tuple[int, ...]:
-        """Return the ranks to which the failed rank ``rank`` has lost its connection. The result has the ranks whose
-        network address occurs in the report's error text or, if there are none, all ranks for which the failed rank
-        waited.
-
-        ``failed``: the report that the rank wrote about its failure: a dict with the error text under ``failure`` and
-        ``error``, and the ranks for which it waited under ``waits``.
+        """Return the ranks to which the failed rank ``rank`` has lost its connection: those whose network address
+        occurs in the error text of its report or, if there are none, all ranks for which the failed rank waited.
+        ``failed``: the report, a dict with the error text under ``failure`` and ``error``, and the ranks for which the
+        rank waited under ``waits``.
         """
         ends = {r: (self._read_file(r, "addresses") or {"own": []})["own"] for r in self._recordings}
         own = ends.pop(rank)
         return find_named_ranks(failed["failure"]["error"], ends, own) or tuple(failed["waits"])
 
     def _read_file(self, rank: int, kind: str) -> dict[str, Any] | None:
-        """Return the contents of the file with the status of ``rank`` of the kind ``kind``, such as "failure", as JSON
-        data; ``None`` if it does not exist or cannot be read.
+        """Return the contents of the status file of ``rank`` of the kind ``kind``, such as "failure", as JSON data;
+        ``None`` if it does not exist or cannot be read.
         """
         with contextlib.suppress(OSError, ValueError):
             content: dict[str, Any] = parse_json((self.folder / f"rank-{rank}.{kind}").read_text())
@@ -209,8 +211,8 @@ def _stage_index(headers: RecorderHeader, index: int | None) -> int | None:
 
 
 def _read_process_state(pid: int) -> tuple[bool, bool]:
-    """Return whether the process ``pid`` of this host runs, and whether a signal has stopped it; (true, false) if that
-    is unknown.
+    """Return whether the process ``pid`` of this host runs, and whether a signal has stopped it; (``True``, ``False``)
+    if this is unknown.
     """
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

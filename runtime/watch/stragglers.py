@@ -2,8 +2,8 @@
 
 Ranks are compared by their computation times without waiting: the step takes equally long on all ranks, and the slow
 rank is the one that does not wait. Ranks of one stage with the same number of microbatches do the same work and are
-compared with each other. A rank without such peers is compared with its own past, scaled by how the other ranks have
-changed. All comparisons use medians, so a single disturbed step has no effect. On a machine that is shared with other
+compared with each other. A rank without such peers is compared with its own past, scaled by the change of the other
+ranks. All comparisons use medians, so a single disturbed step has no effect. On a machine that is shared with other
 programs, times vary on every rank, and medians may be far apart by chance. Therefore nearly every step of the slow rank
 must take longer than nearly every step of its peers, which happens by chance in one of ten thousand windows.
 
@@ -24,22 +24,20 @@ from partitioner.runtime.execute.flight_recorder import InstructionSpot, Recorde
 from partitioner.runtime.watch.root_cause import find_failure_cause
 from partitioner.runtime.watch.status_board import RankState, StatusBoard, format_instruction_words
 
-_WINDOW = 10  # recent steps that are compared
+_WINDOW = 10  # number of recent steps that are compared
 
-_MIN_PAST_STEPS = 4  # least number of steps before the window that describe a rank's past
-_KEPT = 64  # steps that are kept per rank
+_MIN_PAST_STEPS = 4  # minimum number of steps before the window, which describe a rank's past
+_KEPT = 64  # number of stored steps per rank
 _SPREADS = 4.0  # the excess of a slow rank must also be more than this many median deviations
 _SURE_FRACTION = 0.96  # fraction of pairs (step of the slow rank, step of a peer) in which the slow rank's takes longer
 
 
 @dataclass(frozen=True)
 class SlowRank:
-    """A rank whose computation takes longer than expected.
-
-    ``seconds``: its computation time per step. ``expected``: the seconds per step that ranks with the same work take
-    or, if there are none, that this rank took before, scaled by the change of the other ranks. ``index``, ``spot``:
-    index and description of the instruction that exceeds its expected time most. ``against``: text that says what the
-    time is compared with, such as ``its peers take``.
+    """A rank whose computation takes longer than expected. ``seconds``: its computation time per step. ``expected``:
+    the seconds per step of ranks with the same work or, if there are none, of this rank in the past, scaled by the
+    change of the other ranks. ``index``, ``spot``: index and description of the instruction that exceeds its expected
+    time most. ``against``: text that says with which time it is compared, such as ``its peers take``.
     """
 
     rank: int
@@ -61,10 +59,9 @@ class SlowRank:
 
 class SlowRanks:
     """Finds ranks that have become slow, from the times of instructions that every rank records for its last step.
-
     ``board``: reads the folder in which ranks record them. ``factor``: a rank is slow if its computation in a step
-    takes more than ``factor`` times the expected time. That is the time of ranks with the same work or, if there are
-    none, the rank's own earlier time.
+    takes more than ``factor`` times the expected time: the time of ranks with the same work or, if there are none, the
+    rank's own earlier time.
     """
 
     def __init__(self, board: StatusBoard, factor: float = 1.5) -> None:
@@ -99,9 +96,8 @@ def slow_ranks(
     factor: float,
     spreads: float = _SPREADS,
 ) -> list[SlowRank]:
-    """Return the ranks that are slow now. The expected time of a rank is the time of other ranks with the same work or,
-    if there are none, its own earlier time. The rank with the largest ratio of its time to its expected time comes
-    first.
+    """Return the ranks that are slow now, the one with the largest ratio of its time to its expected time first. The
+    expected time of a rank is the time of other ranks with the same work or, if there are none, its own earlier time.
 
     Args:
         samples: rank -> for each recorded step, instruction index -> seconds of computation.
@@ -135,12 +131,11 @@ def slow_ranks(
 def _own_past(
     rank: int, samples: Mapping[int, Sequence[Mapping[int, float]]], current: Mapping[int, Mapping[int, float]]
 ) -> dict[int, float] | None:
-    """Return the computation time that is expected of ``rank`` if no other rank has the same work, as instruction index
-    -> seconds: its own earlier time, scaled by the change of the other ranks.
-
-    The change is the median of their ratios of present to past time. Return ``None`` if some rank has too few earlier
-    steps. ``samples``: rank -> for each step, instruction index -> seconds. ``current``: rank -> instruction index ->
-    present seconds."""
+    """Return the computation time that is expected of ``rank`` if no other rank has the same work, as a dict:
+    instruction index -> seconds. It is the rank's own earlier time, scaled by the change of the other ranks: the median
+    of their ratios of present to past time. Return ``None`` if some rank has too few earlier steps. ``samples``: rank
+    -> for each step, instruction index -> seconds. ``current``: rank -> instruction index -> present seconds.
+    """
     before = {r: list(samples[r])[:-_WINDOW] for r in current}
     if any(len(steps) < _MIN_PAST_STEPS for steps in before.values()):
         return None
@@ -154,9 +149,8 @@ def _is_surely_slower(
     rank: int, peers: Sequence[int], samples: Mapping[int, Sequence[Mapping[int, float]]], previous: float
 ) -> bool:
     """Return whether nearly all recent steps of ``rank`` take longer than nearly all recent steps of most ``peers``.
-
-    ``samples``: rank -> for each step, instruction index -> seconds. Without peers, compare with its own earlier steps,
-    scaled so that their median is ``previous`` seconds.
+    Without peers, compare with its own earlier steps, scaled so that their median is ``previous`` seconds. ``samples``:
+    rank -> for each step, instruction index -> seconds.
     """
     totals = {r: [sum(step.values()) for step in samples[r]] for r in (rank, *peers)}
     current = totals[rank][-_WINDOW:]
@@ -171,17 +165,14 @@ def _is_surely_slower(
 
 def _compute_longer_fraction(first: Sequence[float], second: Sequence[float]) -> float:
     """Return the fraction of pairs (one of ``first``, one of ``second``) whose first number is larger; ties count half.
-
     This is the Mann-Whitney U statistic divided by the number of pairs.
     """
     return sum((a > b) + (a == b) / 2 for a in first for b in second) / (len(first) * len(second))
 
 
 def _measure_spread(ranks: Sequence[int], samples: Mapping[int, Sequence[Mapping[int, float]]]) -> float:
-    """Return the largest median absolute deviation, over ``ranks``, of the computation time of their recent steps, in
-    seconds.
-
-    ``samples``: rank -> for each step, instruction index -> seconds.
+    """Return the median absolute deviation of the computation time of recent steps, in seconds; the largest over
+    ``ranks``. ``samples``: rank -> for each step, instruction index -> seconds.
     """
     spreads = []
     for rank in ranks:
@@ -192,8 +183,8 @@ def _measure_spread(ranks: Sequence[int], samples: Mapping[int, Sequence[Mapping
 
 
 def _compute_typical_step(steps: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    """Return, for each instruction index, the median of its seconds over ``steps``, each of which is instruction index
-    -> seconds.
+    """Return a dict: instruction index -> median of its seconds over ``steps``, each of which is a dict: instruction
+    index -> seconds.
     """
     return {index: median(step.get(index, 0.0) for step in steps) for index in steps[0]}
 
@@ -202,10 +193,9 @@ _POLL_S = 0.05
 
 
 class Monitor:
-    """Reads the states that ranks write to ``folder``, and finds out why training does not continue.
-
-    ``patience_s``: if no rank makes progress for so many seconds, the ranks count as stalled. It must exceed the
-    longest instruction and the longest pause between steps, checkpoints included.
+    """Reads the states that ranks write to ``folder``, and finds out why training does not continue. ``patience_s``: if
+    no rank makes progress for this number of seconds, the ranks count as stalled. It must exceed the longest
+    instruction and the longest pause between steps, checkpoints included.
     """
 
     def __init__(self, folder: str | Path, patience_s: float = 300.0) -> None:
@@ -217,10 +207,8 @@ class Monitor:
         return self.board.states()
 
     def check(self, died: int | None = None) -> Failure | None:
-        """Return the failure because of which training cannot continue; ``None`` if it can, or has not started yet.
-
-        The failure names rank, instruction and graph node. ``died``: the rank whose process was seen to end first, if
-        known.
+        """Return the failure because of which training cannot continue, with rank, instruction and graph node; ``None``
+        if it can continue, or has not started yet. ``died``: the rank whose process was seen to end first, if known.
         """
         if self.refresh is not None:
             self.refresh()
@@ -232,9 +220,8 @@ class Monitor:
 
     def wait_for_cause(self, seconds: float, died: int | None = None) -> Failure | None:
         """Wait up to ``seconds`` until :meth:`check` finds the cause of a failure that is known to have happened, and
-        return it. Return ``None`` if no cause is found in this time.
-
-        ``died``: the rank whose process was seen to end first, if known.
+        return it; ``None`` if no cause is found in this time. ``died``: the rank whose process was seen to end first,
+        if known.
         """
         deadline = time.monotonic() + seconds
         while (found := self.check(died)) is None and time.monotonic() < deadline:

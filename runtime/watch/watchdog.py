@@ -1,4 +1,6 @@
-"""The watchdog of a rank: send heartbeats, report where the rank waits, and end a run that has failed or stalled."""
+"""The watchdog of a rank: send heartbeats, report the rank's position while it waits, and end a run that has failed or
+stalled.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,8 @@ _ATTEMPT = "attempt-"
 _SETTLE_S = 2.0
 _SLOW_LOOK_S = 1.0
 _MIRROR_S = 1.0
-_LEAVE_S = 3.0  # time for the launcher to end a rank that only lost another one
-_GRACE_S = 30.0  # between two requests to end; torchrun also gives its workers so long
+_LEAVE_S = 3.0  # time for the launcher to end a rank that only lost the connection to another one
+_GRACE_S = 30.0  # time between two requests to end, as in torchrun
 
 
 class Watch:
@@ -59,15 +61,15 @@ class Watch:
     end.
 
     Args:
-        folder: the folder to which all ranks write what they do, in memory if possible. By default each host has a
-            folder of its own, and the files are copied between hosts once a second through the store of the process
-            group.
-        patience_s: if no rank makes progress for so many seconds, the ranks count as stalled.
+        folder: the folder for the status files of all ranks (progress and failures), in memory if possible. By default
+            each host has its own folder, and the files are copied between hosts once a second through the store of the
+            process group.
+        patience_s: if no rank makes progress for this number of seconds, the ranks count as stalled.
         beat_s: seconds between heartbeats.
         slow_factor: a rank whose computation in a step takes more than this factor times that of ranks with the same
             work is reported by the first rank on the standard error and in :attr:`slow`; ``None``: never.
-        leave: end the process if a rank has failed; otherwise only write the cause to ``folder``, and let the exception
-            propagate.
+        leave: whether to end the process if a rank has failed; otherwise only write the cause to ``folder``, and let
+            the exception propagate.
 
     Entering the block raises :class:`LaunchError` inside another watch of the same engine, or of the same folder.
     """
@@ -103,9 +105,8 @@ class Watch:
         self._thread = threading.Thread(target=self._run_watch_loop, name="watch", daemon=True)
 
     def __enter__(self) -> Self:
-        """Start to watch the rank, and return the watch. All ranks call this.
-
-        Raise :class:`LaunchError` if the engine is watched already, or if another watch writes to the same files.
+        """Start to watch the rank, and return the watch. All ranks call this. Raise :class:`LaunchError` if the engine
+        is already watched, or if another watch writes to the same files.
         """
         self._check_single_watch()
         _open.add(self._key)
@@ -116,7 +117,7 @@ class Watch:
             raise
 
     def _check_single_watch(self) -> None:
-        """Raise :class:`LaunchError` if this engine is watched already, or if another watch writes the status of this
+        """Raise :class:`LaunchError` if this engine is already watched, or if another watch writes the status of this
         rank to the same files.
         """
         self._key = self.folder.absolute(), self.rank
@@ -129,7 +130,8 @@ class Watch:
 
     def _begin_watching(self) -> Self:
         """Create the status files of this rank (progress and failures), start the thread that sends heartbeats, and
-        return this watch. All ranks call this."""
+        return this watch. All ranks call this.
+        """
         if self.leave:
             if self._mirror is not None or self._is_first():
                 shutil.rmtree(self.folder, ignore_errors=True)  # files of an earlier run
@@ -160,7 +162,7 @@ class Watch:
         else:  # the block has ended, or was left by sys.exit or Ctrl-C
             self.recorder.enter("gone")
             if self._mirror is not None:
-                self._mirror.exchange()  # tells the other hosts that this rank has left
+                self._mirror.exchange()  # inform the other hosts that this rank has left
                 self._mirror.close()
             if self._own_folder and error is None:
                 self._thread.join()
@@ -169,7 +171,8 @@ class Watch:
 
     def _remove_own_files(self) -> None:
         """Remove the status files of this rank (progress and failures) from the default folder; the last rank removes
-        the folder."""
+        the folder.
+        """
         for path in self.folder.glob(f"rank-{self.rank}.*"):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
@@ -177,8 +180,8 @@ class Watch:
             self.folder.parent.rmdir()
 
     def failed(self, error: Exception) -> Failure:
-        """Write the failure of this rank to the folder in which ranks write their status, and return its description.
-        ``error``: the exception with which the rank has failed.
+        """Write the failure of this rank to the folder of status files, and return its description. ``error``: the
+        exception with which the rank has failed.
         """
         origin = error.__cause__ if isinstance(error, InstructionError) and error.__cause__ else error
         place = locate_rank(walk_traceback_frames(origin.__traceback__), self.executor)
@@ -201,8 +204,8 @@ class Watch:
         return failure
 
     def _run_watch_loop(self) -> None:
-        """Send heartbeats, write the rank's position while it makes no progress, and look for stalls. This runs in a
-        thread.
+        """Send heartbeats, write the rank's position while it does not make progress, and look for stalls. This runs in
+        a thread.
         """
         looked = 0.0
         slow_looked = 0.0
@@ -225,7 +228,7 @@ class Watch:
             # a checkpoint or a compilation is in progress: its stack changes, which counts as progress
             if seen != last and (moment.phase != "step" or not place.waits):
                 self.recorder.record_progress()
-            if self._recording.moment().action == moment.action:  # else the rank has made progress meanwhile
+            if self._recording.moment().action == moment.action:  # otherwise the rank has made progress meanwhile
                 with contextlib.suppress(OSError):
                     self.board.post_place(self.rank, moment, place)
             if self.leave and time.monotonic() - looked > pause:
@@ -233,8 +236,8 @@ class Watch:
                 self._check_for_cause()
 
     def _send_cause(self) -> None:
-        """Send the files with the ranks' status, which have the cause of the failure, to other hosts before this
-        process ends, so that ranks there do not take their lost connections for the cause.
+        """Send the status files, which have the cause of the failure, to other hosts before this process ends, so that
+        ranks there do not take their lost connections for the cause.
         """
         if self._mirror is not None:
             self._mirror.exchange()
@@ -251,8 +254,8 @@ class Watch:
                 print(found, file=sys.stderr, flush=True)
 
     def _check_for_cause(self) -> None:
-        """Look whether a rank has failed or the ranks have stalled. If so, report the cause and end this process; do
-        nothing if the failure that is found is only a consequence of another one.
+        """Check whether a rank has failed or the ranks have stalled. If so, report the cause and end this process,
+        unless the found failure is only a consequence of another one.
         """
         cause = self.monitor.check()
         if cause is None or self._end.is_set():
@@ -261,11 +264,9 @@ class Watch:
             self._report_and_exit(cause, None)
 
     def _report_and_exit(self, failure: Failure, error: BaseException | None) -> None:
-        """Print the first cause why training has failed, unless another rank has done so, and exit the process with
-        status 1.
-
-        ``failure``: the failure that this rank knows; if it is a consequence of another one, wait some seconds for the
-        cause. ``error``: the exception that this rank has raised, or ``None``.
+        """Print the first cause why training has failed, unless another rank has printed it, and exit the process with
+        status 1. ``failure``: the failure that this rank knows; if it is a consequence of another one, wait some
+        seconds for the cause. ``error``: the exception that this rank has raised, or ``None``.
         """
         with self._leaving:
             settle_s = HOST_SETTLE_S + _MIRROR_S if self._several else _SETTLE_S
@@ -286,9 +287,9 @@ class Watch:
 
 
 class Launcher:
-    """Watches the torchrun that started this process, and ends this process when torchrun has ended. A torchrun that is
-    killed, for example for lack of memory, cannot end its ranks itself. They would continue to train, at the same time
-    as the ranks of the next start.
+    """Watches the torchrun that started this process, and ends this process when torchrun has ended. If torchrun is
+    killed, for example for lack of memory, it cannot end its ranks, which would continue to train at the same time as
+    the ranks of the next start.
     """
 
     def __init__(self) -> None:
@@ -297,7 +298,8 @@ class Launcher:
 
     def end_with_it(self) -> None:
         """Send SIGTERM to this process if torchrun has ended, as torchrun does if it is asked to end. Send it again
-        after 30 seconds: a process that handles the first signal, to save its last step, does not handle the second.
+        after 30 seconds, because a process that handles the first signal, to save its last step, does not handle the
+        second.
         """
         now = time.monotonic()
         if os.getppid() == self.pid or (self._asked_at is not None and now - self._asked_at < _GRACE_S):
@@ -309,12 +311,9 @@ class Launcher:
 
 
 def _kill_stalled(state: RankState, host: str, board: StatusBoard) -> None:
-    """Kill the process of a stalled rank, whose last report is ``state``, if it runs on this host. ``host``: name of
-    the host of the rank that calls this. ``board``: reads the files in which ranks write their status, which have the
-    process ID.
-
-    This is done because a stopped process does not react when its launcher ends it; the launcher would wait half a
-    minute for it.
+    """Kill the process of a stalled rank if it runs on this host, because a stopped process does not react when its
+    launcher ends it, and the launcher would wait half a minute for it. ``state``: the last report of the rank.
+    ``host``: name of the host of the calling rank. ``board``: reads the status files, which have the process ID.
     """
     headers = board.recordings()[state.rank].about
     if headers.host == host == socket.gethostname() and state.alive:
@@ -324,10 +323,9 @@ def _kill_stalled(state: RankState, host: str, board: StatusBoard) -> None:
 
 def default_folder() -> Path:
     """Return the folder for the status files (progress and failures) of the ranks that torchrun has started; each
-    restart by torchrun has a folder of its own.
-
-    It is inside the folder that the environment variable ``PARTITION_WATCH`` names if that is set, and otherwise a
-    temporary folder on each host, which is created. Raise :class:`LaunchError` if other users can write to it.
+    restart by torchrun has its own folder. It is inside the folder that the environment variable ``PARTITION_WATCH``
+    names or, if this is not set, inside a temporary folder on each host, which is created. Raise :class:`LaunchError`
+    if other users can write to the temporary folder.
     """
     env = os.environ
     attempt = f"{_ATTEMPT}{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -348,9 +346,7 @@ def default_folder() -> Path:
 
 def newest_attempt(folder: Path) -> Path:
     """Return the subfolder of ``folder`` with the status files (progress and failures) that ranks have written since
-    torchrun's last restart.
-
-    Return ``folder`` itself if ranks wrote into it directly, or if it has no such subfolders.
+    torchrun's last restart; ``folder`` itself if ranks wrote into it directly, or if it has no such subfolders.
     """
     attempts = [path for path in folder.glob(f"{_ATTEMPT}*") if path.name.removeprefix(_ATTEMPT).isdecimal()]
     if any(folder.glob("rank-*")) or not attempts:
@@ -359,25 +355,22 @@ def newest_attempt(folder: Path) -> Path:
 
 
 def num_mirrored() -> int:
-    """Return the number of hosts between which the files with the ranks' status are copied.
-
-    These are all hosts of torchrun, or 1 if the environment variable ``PARTITION_WATCH`` names a folder that all hosts
-    share.
+    """Return the number of hosts between which status files are copied: all hosts of torchrun; 1 if the environment
+    variable ``PARTITION_WATCH`` names a folder that all hosts share.
     """
     return 1 if FOLDER in os.environ else int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
 
 _open: set[tuple[Path, int]] = set()  # (folder, rank) of every open watch of this process
 
-_watches = itertools.count()  # the same on all ranks: they enter each watch together
+_watches = itertools.count()  # equal on all ranks, because they enter each watch together
 
 
 def _create_mirror(engine: Engine, folder: Path) -> Mirror | None:
-    """Return the object that exchanges status files (progress and failures) of ranks between hosts. It sends the files
-    of this host's ranks in ``folder`` to other hosts, and writes the files of other hosts' ranks to ``folder``.
-
-    Only the rank with ``LOCAL_RANK`` 0 has one; return ``None`` on other ranks. ``engine``: the engine of this rank,
-    which knows the ranks on this host.
+    """Return the object that exchanges status files (progress and failures) of ranks between hosts: it sends the files
+    of this host's ranks in ``folder`` to other hosts, and writes the files of other hosts' ranks to ``folder``. Return
+    ``None`` unless this rank has ``LOCAL_RANK`` 0. ``engine``: the engine of this rank, which knows the ranks on this
+    host.
     """
     env, number = os.environ, next(_watches)
     if env.get("LOCAL_RANK") != "0":

@@ -35,6 +35,7 @@ LONG = 700  # lines: worth a warning
 MAX_API_LINES = 100
 SMALL_MODULES = {  # module -> why it is one of its own although a single module imports it
     "passes/padding/places.py": "indices that a model reads at, of which the propagation knows the rules only",
+    "runtime/state/buffer_updates.py": "one kind of state, as each module of the folder",
     "runtime/execute/overlap.py": "an algorithm of its own: the order of a graph's operators",
     "passes/trace/scans.py": "one more kind of code that can be traced, as each module of the folder",
     "partitioner/cli/train.py": "loads PyTorch, which the other commands start without",

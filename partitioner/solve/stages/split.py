@@ -104,13 +104,12 @@ SLACK = 0.01  # share of the optimum that may be lost for equal stages
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The block calls ``start:stop`` (such as layers) of one pipeline stage, with seconds and memory. Backward
-    recomputes the first ``recompute`` calls in full. If ``selective``, it also recomputes the operators of the other
-    calls that are cheap to recompute, except in the last ``spared`` calls.
+    """The block calls ``start:stop`` (such as layers) of one pipeline stage, with seconds and memory.
 
     ``start``, ``stop``: indices among the calls of the problem; ``stop`` itself is not included. ``recompute``: how
     many of the calls, counted from the first, backward recomputes in full. ``selective``: whether backward also
-    recomputes the operators of the other calls that are cheap to recompute. Seconds are per microbatch: ``forward_s``;
+    recomputes the operators of the other calls that are cheap to recompute. ``spared``: how many of the calls, counted
+    from the last, recompute nothing if ``selective``. Seconds are per microbatch: ``forward_s``;
     ``backward_s``, without recomputation; ``recompute_s``, the recomputation; ``transfer_s``, waits for neighbouring
     stages in both directions; ``forward_wait_s``, the part of ``transfer_s`` before the forward. ``memory``: peak
     bytes. ``in_flight``: largest number of microbatches whose activations it holds at a time. ``number``: index of the

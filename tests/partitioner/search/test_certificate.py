@@ -205,6 +205,8 @@ def is_held_to_bound(job: dict[str, Any], fixed: dict[str, Any], free: Plan) -> 
         return False
     if pinned.mesh["cp"] > 1 and "cp" in free.certificate.beyond:
         return False  # fixed sizes of the other axes can leave only context parallelism to fill the devices
+    if pinned.offload and "offload" in free.certificate.beyond:
+        return False  # what is fixed may not fit without it
     assert pinned.estimate.step_time >= free.certificate.bound * (1 - 1e-9), (fixed, free.mesh, pinned.mesh)
     return True
 

@@ -3,6 +3,7 @@ shardings."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -390,10 +391,10 @@ class BoundCascade:
 
     def again_s(self, candidate: MeshCandidate, *, quick: bool = False) -> float:
         """Return approximately how many seconds of a step of ``candidate`` recomputation takes; infinite if activations
-        do not fit even with recomputation. Work and memory are assumed to be divided evenly over virtual stages.
-        ``quick``: whether to assume also that ``tp`` divides all work and memory evenly, instead of sharding the model.
-        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. Raises :class:`PartitionError` if the
-        candidate has no plan."""
+        do not fit with the recomputation that the constraints allow. Work and memory are assumed to be divided evenly
+        over virtual stages. ``quick``: whether to assume also that ``tp`` divides all work and memory evenly, instead
+        of sharding the model. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. Raises
+        :class:`PartitionError` if the candidate has no plan."""
         if quick:
             key = candidate.microbatch_size, candidate.tp, candidate.cp, candidate.ep
             if key not in self._recompute:
@@ -404,7 +405,10 @@ class BoundCascade:
         m, (_, speeds) = self.bounds.rounds(candidate), self.bounds.speeds(candidate)
         free = self.bounds.capacity(candidate) - self.bounds.state_bytes(candidate) - costs.working_bytes
         how = candidate.schedule, candidate.pp, int(m), candidate.virtual_stages
-        return m * candidate.pp / speeds * costs.estimate_seconds(free, *how)
+        again_s = costs.estimate_seconds(free, *how)
+        if again_s and self.bounds.constraints.recompute == "none":
+            return math.inf
+        return m * candidate.pp / speeds * again_s
 
     def _bound_stages_thoroughly(self, candidate: MeshCandidate, cutoff_s: float) -> float:
         """Return a lower bound in seconds on the step of ``candidate`` from a search of all its cuts into stages. The

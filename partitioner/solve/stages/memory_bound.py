@@ -37,7 +37,7 @@ from partitioner.schedules.formulas import Counts
 from partitioner.schedules.makespan import Phases, longest_path, longest_paths
 from partitioner.solve.stages.improve_cuts import PhaseCosts, count_microbatches, find_least_partial_cuts
 from partitioner.solve.stages.split import StagePlan
-from partitioner.solve.stages.tables import TINY, StageTables, count_unread_inputs
+from partitioner.solve.stages.tables import TINY, StageTables
 
 Table = NDArray[np.float64]
 
@@ -434,8 +434,7 @@ class _RelaxedCuts:
         size = len(problem.calls) + 1
         stop, length = np.arange(size)[:, None], np.arange(1, size - problem.num_stages + 1)[None, :]
         start = np.maximum(stop - length, 0)
-        has_choice = tables.slim is not None and tables.slim.may_spare  # of selective recomputation, for each call
-        ways = [way for way in (tables, None if has_choice else tables.slim) if way is not None]
+        ways = [way for way in (tables, tables.slim) if way is not None]
         seconds = [
             PhaseCosts(way, recomputed=False).stack_seconds([(start, stop)] * problem.num_stages) for way in ways
         ]
@@ -453,7 +452,6 @@ class _RelaxedCuts:
                 stop,
                 chunks,
                 num_heavy,
-                has_choice,
             )
             for way, of_way in zip(ways, seconds, strict=True)
         ]
@@ -523,17 +521,18 @@ def _complete_cuts(costs: Table, start: NDArray[np.int64], before: Table) -> Tab
 @dataclass
 class _Recomputation:
     """The cost of all sequences of consecutive block calls (such as layers), either without selective recomputation or
-    with selective recomputation of all calls. Each call may be recomputed in addition: in full, or selectively if
-    ``again_s`` has that choice. Tables of sequences end with the dims ``[calls + 1, width]``: the end of the sequence
-    (the call after its last), and its number of calls minus 1.
+    with selective recomputation of all calls. There are further ways to treat each call: it may be recomputed in full,
+    and it may be left out of selective recomputation. Tables of sequences end with the dims ``[calls + 1, width]``: the
+    end of the sequence (the call after its last), and its number of calls minus 1.
 
     There are six phases: forward, backward for inputs, backward for weights, two waits for messages, and collectives at
     the ends of a step. ``seconds``: the time of each phase for one microbatch, without full recomputation, shape
     ``[stages, phases, calls + 1, width]``. ``allowed``: whether the stage may consist of the sequence, shape ``[stages,
     calls + 1, width]``. ``bytes``: shape ``[kinds, calls + 1, width]``: bytes that do not depend on the number of
     microbatches in flight, bytes of a microbatch whose backward has not begun, bytes of one between the two halves of
-    its backward, and the number of heavy calls. ``again_s``: seconds to recompute each call in each way, shape ``[ways,
-    stages, calls]``; the first way is in full. ``freed``: bytes that this frees, shape ``[ways, calls]``.
+    its backward, and the number of heavy calls. ``again_s``: seconds that each way adds for each call, shape ``[ways,
+    stages, calls]``. ``freed``: bytes that this frees, shape ``[ways, calls]``. The first way is full
+    recomputation. The second, without selective recomputation, has negative seconds and bytes.
     """
 
     seconds: Table
@@ -551,7 +550,6 @@ class _Recomputation:
         stop: NDArray[np.int64],
         chunks: int,
         heavy_calls: Table,
-        has_choice: bool,
     ) -> _Recomputation:
         """Return the costs under the kind of selective recomputation that ``tables`` is for: none, or of all calls.
 
@@ -559,7 +557,6 @@ class _Recomputation:
         calls + 1, width]``; infinite if a stage may not consist of the calls. ``start``, ``stop``: the first call of
         each sequence, and the call after its last. ``chunks``: the largest number of virtual stages of a rank.
         ``heavy_calls``: table whose entry ``[start, stop]`` is the number of heavy calls among ``start:stop``.
-        ``has_choice``: each call may be recomputed selectively, too.
         """
         problem, cut = tables.problem, tables.segments
         # what several stages of a rank share, and temporary memory, counts once: at least the mean over its stages
@@ -571,14 +568,12 @@ class _Recomputation:
         fixed = cut.states_of(sizes) + cut.boundary + cut.largest_working / chunks
         kinds = fixed, cut.saved + cut.saved_inputs, cut.carried + cut.saved_inputs, heavy_calls
         allowed = np.isfinite(np.sum(seconds, axis=1))
-        of_stages = [problem.pace(k).costs for k in range(problem.num_stages)]
-        again_s = [[[cost.recompute_s for cost in costs] for costs in of_stages]]
-        freed = [[call.cost.saved_bytes for call in problem.calls]]
-        if has_choice:
-            unread = [count_unread_inputs(call.cost) for call in problem.calls]
-            again_s.append([[cost.selective_s for cost in costs] for costs in of_stages])
-            freed.append([call.cost.selective_bytes for call in problem.calls])
-            freed = [[of_call + more for of_call, more in zip(of_way, unread, strict=True)] for of_way in freed]
+        again_s = [np.array([[c.recompute_s for c in problem.pace(k).costs] for k in range(problem.num_stages)])]
+        freed = [np.array([call.cost.saved_bytes for call in problem.calls])]
+        if tables.may_spare:  # a call that keeps its activations takes less time and more bytes
+            spared_s, kept = tables.spared_by_call
+            again_s.append(-spared_s)
+            freed.append(-kept)
         return cls(
             np.where(allowed[:, None], seconds, 0.0),
             allowed,

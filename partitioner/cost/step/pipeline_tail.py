@@ -155,6 +155,7 @@ def bound_stage_ends(
         found[rank] = StageEnds(
             np.min([num_bytes[:, gathers] @ pace[gathers] for pace in paces], axis=0),
             np.min([num_bytes[:, ~gathers] @ pace[~gathers] for pace in paces], axis=0),
+            max(device.overlap_slowdown for device in machine.devices_of(rank)),
         )
     return tuple(found[rank] for rank in ranks)
 

@@ -48,6 +48,7 @@ _HEAVY, _NUM_KINDS = 3, 4
 
 _SLOWER = 1.15  # factor on the seconds of a rank, so that the longest path goes through it
 _INPUTS = 1  # the phase that contains recomputation: backward for inputs
+_WORK, _COLLECTIVES = 3, 5  # the first phases are work; from this one on, they are collectives at the ends of a step
 _FIRST_PRICES = tuple(2.0**-k for k in range(8, 0, -1))  # of the memory of all ranks, as fractions of a step
 _KEPT = 0.5  # the weight of the best duals so far in those that are tried next (Wentges 1997)
 _EVERY = 3  # cuts after which the longest path of the last one is added
@@ -141,6 +142,27 @@ def _slow_each_rank(phases: Sequence[Phases], ranks: Sequence[RankMemory]) -> It
         yield [slow if k in rank.stages else even for k in range(len(phases))]
 
 
+def _list_rank_paths(
+    tables: StageTables, ranks: Sequence[RankMemory], microbatches: int, num_phases: int
+) -> list[Table]:
+    """Return, for each of ``ranks``, how often each phase of each virtual stage counts in a lower bound on the step,
+    shape ``[stages, phases]``. A rank takes its work for all ``microbatches``. A second of a collective at an end of
+    the step adds at least the ``slowdown - 1`` seconds that it delays computation if both run at the same time: it adds
+    a whole second if it runs alone. The result is empty if there are no such collectives. ``num_phases``: number of
+    phases of a stage."""
+    ends = tables.problem.ends
+    if not ends:
+        return []
+    paths = []
+    for rank in ranks:
+        path = np.zeros((tables.problem.num_stages, num_phases))
+        for stage in rank.stages:
+            path[stage, :_WORK] = microbatches
+            path[stage, _COLLECTIVES:] = min(1.0, max(0.0, ends[stage].slowdown - 1))
+        paths.append(path)
+    return paths
+
+
 class _Duals(NamedTuple):
     """Values of the dual variables of the linear program. ``bound_s``: the lower bound in seconds that they give.
     ``weights``: a weight for each path through the schedule, shape ``[paths]``; the weights sum up to 1. ``prices``:
@@ -209,6 +231,7 @@ class _BoundSearch:
         else:
             columns = np.array([[astuple(of_stage) for of_stage in of_stages] for of_stages in slowed])
             first = [path[:, : relaxed.num_phases] + more for path in longest_paths(timetable, columns, train)]
+        first += _list_rank_paths(tables, ranks, microbatches, relaxed.num_phases)
         return cls(relaxed, find_path, first, [len(rank.moments) for rank in ranks], limit_s, goal_s)
 
     def run(self, case: Sequence[_AtMost]) -> float:

@@ -85,10 +85,11 @@ def _recompute_pace_selectively(same: SameObject[Pace]) -> Pace:
 class StageEnds:
     """Lower bounds on the data-parallel collectives of one virtual stage at the ends of a step, in seconds for each
     block call (such as a layer), shape ``[calls]``. ``gathers``: all-gathers of the updated parameters. ``reductions``:
-    reductions of the gradients."""
+    reductions of the gradients. ``slowdown``: factor on the time of computation and of a collective while both run."""
 
     gathers: NDArray[np.float64]
     reductions: NDArray[np.float64]
+    slowdown: float = 1.0
 
 
 @dataclass(frozen=True)

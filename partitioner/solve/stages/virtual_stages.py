@@ -303,7 +303,7 @@ def _bound_with_memory(
         for stages, moments, capacity in zip(ranks.own, ranks.flying.together, ranks.capacity, strict=True)
     ]
     phases = [phases_of(problem, k, plan, ends=True) for k, plan in enumerate(split.virtual)]
-    left, goal_s = more[2] if more is not None else 0, limit_s * (1 - _CLOSE)
+    left, goal_s = more[2] if more is not None else 0, limit_s * (1 - _CLOSE / 5)
     return bound_fitting_cuts(tables, timetable, phases, memory, left, limit_s, goal_s=goal_s, known=known)
 
 

@@ -211,12 +211,13 @@ def stage_problem(
     ]
     beside = gathered_beside([own for own, _ in passing], in_turns)
     read = [call.states for _, call in placed]
-    in_order = hide_neighbours([costs[call.block] for _, call in placed], read, repeated=several)
+    hides = num_microbatches > 1 or bool(ranks)  # the gather or scatter of a call at an end of the step is hidden, too
+    in_order = hide_neighbours([costs[call.block] for _, call in placed], read, repeated=hides)
     calls = tuple(
         StageCall(call.path, cost, call.inputs, call.outputs, call.states, i, gathered, at_ends)
         for (i, call), cost, gathered, (_, at_ends) in zip(placed, in_order, beside, passing, strict=True)
     )
-    paces = _build_stage_paces(by_stage, [c for _, c in placed], repeated, several)
+    paces = _build_stage_paces(by_stage, [c for _, c in placed], repeated, hides)
     if ranks and overhead.forward_total_s:
         paces = _once_a_rank(paces or (Pace(tuple(call.cost for call in calls), overhead),) * len(at), ranks)
     if offload:

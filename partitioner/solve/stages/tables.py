@@ -83,11 +83,10 @@ class StageTables:
         self._kept = np.zeros(n + 1)  # bytes that calls keep in addition if they do not recompute selectively: sums
         self._spared = np.zeros((len(different), n + 1))  # seconds of selective recomputation: sums
         self.may_spare = (
-            keeping is not None and keeping.recompute is None and all(call.cost.slim is None for call in keeping.calls)
+            keeping is not None and keeping.recompute is None and all(_differs_in_saved(c.cost) for c in keeping.calls)
         )
         if keeping is not None and self.may_spare:
-            pairs = zip(keeping.calls, problem.calls, strict=True)
-            self._kept[1:] = np.cumsum([_count_kept_bytes(call.cost, slim.cost) for call, slim in pairs])
+            self._kept[1:] = np.cumsum([call.cost.selective_bytes for call in keeping.calls])
             fast = {id(keeping.pace(stage)): keeping.pace(stage) for stage in range(p)}.values()
             self._spared[:, 1:] = np.cumsum([[c.selective_s for c in pace.costs] for pace in fast], axis=1)
         self.slim = StageTables(problem.slim, problem) if problem.slim is not None else None
@@ -590,17 +589,12 @@ class StageTables:
         return self._closed(peak, stage, start, stop, *each)
 
 
-def _count_kept_bytes(cost: CallCost, slim: CallCost) -> float:
-    """Return the bytes that a block call (such as a layer) of ``cost`` keeps more for its backward than under selective
-    recomputation, where it has the cost ``slim``."""
-    return max(0.0, cost.saved_bytes - slim.saved_bytes + count_unread_inputs(cost))
-
-
-def count_unread_inputs(cost: CallCost) -> float:
-    """Return the bytes of the inputs that a block call (such as a layer) of ``cost`` keeps for its backward, but not
-    under selective recomputation."""
-    inputs = zip(cost.input_bytes, cost.saved_inputs, cost.selective().saved_inputs, strict=True)
-    return sum(size for size, saved, is_saved in inputs if saved and not is_saved)
+def _differs_in_saved(cost: CallCost) -> bool:
+    """Return whether a block call (such as a layer) of ``cost`` differs under selective recomputation only by fewer
+    bytes that it saves and by the seconds of recomputation: it keeps all inputs that it keeps otherwise, and sends no
+    activations to host memory."""
+    inputs = zip(cost.saved_inputs, cost.selective().saved_inputs, strict=True)
+    return cost.slim is None and all(is_saved or not saved for saved, is_saved in inputs)
 
 
 @lru_cache(maxsize=8)

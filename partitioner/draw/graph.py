@@ -565,7 +565,7 @@ class _GraphScene:
         rows += self.build_memory_rows(ranks)
         for moved in stage.reductions:
             name = f"{COLLECTIVE_NAMES.get(moved.op, moved.op)} of {moved.what} over {moved.axis}"
-            amount = f"{bytes_text(moved.num_bytes)} in {format_plural(moved.count, 'bucket')}"
+            amount = f"{bytes_text(moved.num_bytes)} in {moved.transfers}"
             rows.append(CardRow(f"{name}: {amount}", swatch=moved.op))
         return Card(tuple(rows))
 
@@ -587,6 +587,15 @@ class _GraphScene:
             )
         ]
 
+    def count_calls(self, stage: StageOutline) -> str:
+        """Return the number of calls of ``stage`` as text. Some calls are not divided over stages, such as that of a
+        block that each stage computes for itself; if there are any, the text says how many calls are divided."""
+        calls, estimates = format_plural(stage.num_calls, "call"), self.plan.estimate.stages
+        divided = estimates[stage.index].num_calls if stage.index < len(estimates) else stage.num_calls
+        if divided == stage.num_calls:
+            return calls
+        return f"{calls}, of which {divided} are divided over the stages; the others prepare values for them"
+
     def format_stage_tooltip(self, cluster: StageCluster) -> str:
         """Return the tooltip of the panel of ``cluster``, a group of equal stages: its ranks, number of layers and
         parameters, and the model inputs and outputs of its stages.
@@ -595,7 +604,7 @@ class _GraphScene:
         inner = {a: n for a, n in self.plan.mesh.items() if a != "pp"}
         lines = [
             f"Stage {format_ranges(cluster.stages)}: {format_plural(len(stage.ranks), 'rank')} ({mesh_text(inner)})",
-            f"{format_plural(stage.num_calls, 'call')}, {stage.num_parameters:,} parameters",
+            f"{self.count_calls(stage)}, {stage.num_parameters:,} parameters",
         ]
         if stage.loads:
             lines.append(f"reads {', '.join(stage.loads)}")

@@ -17,7 +17,7 @@ from partitioner import Constraints, Plan, Topology, partition
 from partitioner.draw import draw
 from partitioner.draw.memory import KINDS, byte_step, stage_levels
 from partitioner.draw.svg import PALETTE
-from partitioner.explain.tables import host_text
+from partitioner.explain.memory_texts import host_text
 from partitioner.runtime.program.analysis import ProgramFacts
 from partitioner.runtime.program.memory import (
     MemoryMoment,

@@ -66,7 +66,9 @@ def test_the_summary_has_the_figures(plan: Plan):
     assert line_of(text, "microbatches").endswith("8 of 1 sample, global batch 16")
     assert line_of(text, "step time").endswith("1.23 s")
     assert line_of(text, "memory").endswith("61 GiB of 72.4 GiB usable (84%), rank 0 is the fullest")
-    assert "99% of the matrix-multiply work over tp" in line_of(text, "work divided")
+    assert "tp divides 99% of the FLOPs of matrix products; every rank computes the rest" in line_of(
+        text, "work divided"
+    )
     assert (
         "gap 2.8% under the cost model: this plan takes 1.23 s, a plan that the proof covers takes 1.2 s or more"
         in words

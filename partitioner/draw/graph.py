@@ -117,7 +117,8 @@ def stage_panel(
     cards = {names[g.stage, g.index]: group_card(g, notes.get(g.index, "")) for g in groups}
     within = [f for f in flows if f.source in names and f.target in names]
     edges = [(names[f.source], names[f.target]) for f in within]
-    layout = lay_out({name: (card.width, card.height) for name, card in cards.items()}, edges)
+    below = [(names[a.stage, a.index], names[b.stage, b.index]) for a, b in _stack_virtual_stages(groups)]
+    layout = lay_out({name: (card.width, card.height) for name, card in cards.items()}, edges, below)
     return Panel(
         header=header,
         cards=cards,
@@ -126,6 +127,17 @@ def stage_panel(
         flows=tuple((*edge, flow_tooltip(flow)) for edge, flow in zip(edges, within, strict=True)),
         tooltip=tooltip,
     )
+
+
+def _stack_virtual_stages(groups: Sequence[CallGroup]) -> list[tuple[CallGroup, CallGroup]]:
+    """Return pairs of ``groups``, of which the second is to be drawn below the first, so that at most four virtual
+    stages of a rank are side by side: the last group of a virtual stage, and the first of the one four places later."""
+    chunks: dict[int, list[CallGroup]] = {}
+    for group in groups:
+        if group.chunk is not None and not group.prologue and not group.everywhere:
+            chunks.setdefault(group.chunk, []).append(group)
+    ordered = [chunks[number] for number in sorted(chunks)]
+    return [(upper[-1], lower[0]) for upper, lower in zip(ordered, ordered[_MOST_BESIDE:], strict=False)]
 
 
 def draw_panel(parent: ET.Element, panel: Panel, x: float, y: float, width: float, height: float) -> None:
@@ -172,6 +184,7 @@ def _short_of(tip: Point, start: Point) -> Point:
 
 
 _DIRECTIONS = ("forward", "backward")
+_MOST_BESIDE = 4  # virtual stages of a rank beside each other: about the width of a page
 
 
 def group_card(calls: CallGroup, note: str = "") -> Card:

@@ -10,6 +10,7 @@ from rich.text import Text
 from partitioner.cost import MEAN_ERRORS
 from partitioner.explain.improvements import list_improvements
 from partitioner.explain.memory_texts import (
+    describe_lack,
     describe_memory_error,
     describe_other_rooms,
     describe_tightness,
@@ -20,7 +21,7 @@ from partitioner.explain.memory_texts import (
     is_tight,
     usable_memory_text,
 )
-from partitioner.explain.proof import explain_proof, list_uncovered_choices
+from partitioner.explain.proof import explain_proof, list_assumptions, list_uncovered_choices
 from partitioner.explain.stage_layers import list_stage_lines
 from partitioner.explain.tables import (
     baseline_text,
@@ -51,7 +52,7 @@ from partitioner.explain.tables import (
     types_text,
 )
 from partitioner.explain.time_parts import KINDS, format_time_changes, time_shares, without_residue
-from partitioner.plan import NEAR, WITHOUT, Baseline, Candidate, Plan
+from partitioner.plan import LAYOUT_MEANINGS, NEAR, WITHOUT, Baseline, Candidate, Plan
 from partitioner.plans.figures import (
     AXIS_NAMES,
     COLLECTIVE_NAMES,
@@ -77,6 +78,7 @@ from partitioner.units import (
     format_plain_text,
     format_plural,
     format_ranges,
+    list_distinct_seconds_texts,
     seconds_text,
 )
 
@@ -279,7 +281,7 @@ def _explain_fit(plan: Plan) -> Iterator[RenderableType]:
     if not plan.estimate.memory:
         return
     if plan.lacking and plan.offload:
-        yield format_text_line(f"Only {format_offload(plan)}. Without it: {plan.lacking}.")
+        yield format_text_line(f"Only {format_offload(plan)}. Without it, {describe_lack(plan)}.")
     rank = fullest_rank(plan)
     peak, room = plan.estimate.memory[rank], list_usable_bytes(plan)[rank]
     needs = f"needs {memory_text(plan)}"
@@ -517,7 +519,10 @@ def _explain_layouts(layouts: set[str], program: Program) -> str:
     """Return sentences that explain the symbols ``layouts`` for how the weights of ``program`` are laid out, such as
     ``R`` and ``S0``."""
     over = "of tp" if program.size("tp") > 1 else "of a stage"
-    words = {"R": f"R: the same on every rank {over}", "R'": "R': the same, with a gradient that is summed over tp"}
+    words = {
+        "R": f"R: the same on every rank {over}",
+        "R'": "R': the same on every rank of tp, with a gradient that is summed over tp",
+    }
     told = [text for layout, text in words.items() if layout in layouts]
     dims = sorted({layout[1:] for layout in layouts if layout[:1] == "S" and layout[1:].isdigit()})
     if dims:
@@ -573,6 +578,8 @@ def _explain_alternatives(plan: Plan) -> Iterator[RenderableType]:
     yield format_text_line(candidate_counts(plan.certificate) + ".")
     told = [b for b in plan.certificate.baselines if not (b.global_batch or (b.offload and b.candidate is None))]
     yield from (format_text_line(_format_baseline(b, plan)) for b in told)
+    kinds = [f"{b.name} is {LAYOUT_MEANINGS[b.name]}." for b in told if b.name in LAYOUT_MEANINGS and b.candidate]
+    yield from map(format_text_line, kinds)
     yield from _explain_uncounted_layouts(plan)
     if other := other_batch_text(plan):
         yield format_text_line(f"A global batch {other}.")
@@ -634,7 +641,26 @@ def _format_baseline(baseline: Baseline, plan: Plan) -> str:
         differences = format_time_changes(plan.estimate.breakdown, baseline.candidate.breakdown)
     also = baseline.candidate.status != "chosen" and baseline.candidate.zero == plan.chosen.zero == 3
     other = "; the plan is ZeRO-3, too, on another mesh" if also else ""
-    return f"{baseline.name} ({layout}): {became}{f' ({differences})' if differences else ''}{excluded}{other}"
+    told = f" ({differences})" if differences else ""
+    rows = _describe_like_rows(baseline.candidate, plan)
+    return f"{baseline.name} ({layout}): {became}{told}{excluded}{other}{rows}"
+
+
+def _describe_like_rows(candidate: Candidate, plan: Plan) -> str:
+    """Return a clause on the row of the table of layouts that has the mesh and ZeRO stage of ``candidate`` but another
+    step time, with the reason: its microbatch size or schedule. Empty if the layout itself has a row, or none is
+    alike."""
+    rows = [row for row in plan.certificate.candidates if row.step_time is not None]
+    if candidate.step_time is None or any(_get_layout(row) == _get_layout(candidate) for row in rows):
+        return ""
+    alike = [row for row in rows if candidate_text(row) == candidate_text(candidate)]
+    if not alike:
+        return ""
+    row = min(alike, key=lambda row: row.step_time or 0.0)
+    shown, _ = list_distinct_seconds_texts(row.step_time or 0.0, candidate.step_time)
+    why = f"microbatches of {format_plural(row.microbatch_size, 'sample')}"
+    why += f" under {row.schedule}" if row.schedule != candidate.schedule else ""
+    return f"; the row of this mesh in the table has {why} and takes {shown}"
 
 
 def _explain_certificate(plan: Plan) -> Iterator[RenderableType]:
@@ -658,8 +684,8 @@ def _explain_certificate(plan: Plan) -> Iterator[RenderableType]:
         nearest = min((row.bound for row in c.candidates if c.is_open(row)), default=c.bound)
         most = format_percent((c.objective - nearest) / c.objective)
         yield format_text_line(f"{c.num_open} {were} not tried and may be faster, by {most} at most.")
-    if outside := list_uncovered_choices(plan):
-        yield format_text_line("The proof does not cover these choices; plans with them may be faster:")
+    if outside := [*list_assumptions(plan), *list_uncovered_choices(plan)]:
+        yield format_text_line("The proof does not cover the following, so that another plan may be faster:")
         yield from _format_items(outside)
     if plan.estimate.simulated is not None:
         simulated, step = plan.estimate.simulated, plan.estimate.step_time

@@ -108,7 +108,7 @@ def _list_upper_limits(plan: Plan) -> Iterator[Improvement]:
         bounds = {"with this layout": plan.chosen.bound, "that the proof covers": certificate.covered_bound}
         gaps = {f"Another plan {which}": 1 - bound / certificate.objective for which, bound in bounds.items()}
     if (row := find_lowest_open_bound(certificate)) is not None:
-        gaps[f"Another plan of {candidate_text(row)} ({row.schedule}), which the proof does not cover"] = (
+        gaps[f"Another plan of the layout {candidate_text(row)} ({row.schedule}), which the proof does not cover"] = (
             1 - row.bound / certificate.objective
         )
     for other, gap in gaps.items():

@@ -68,6 +68,12 @@ def _list_memory_savers(plan: Plan) -> Iterator[str]:
     yield "more devices"
 
 
+def describe_lack(plan: Plan) -> str:
+    """Return a clause on the shortage of device memory for which the search of ``plan`` chose offload. It is the
+    shortage of the layout that lacks the fewest bytes of all, which need not be that of the plan."""
+    return f"even the layout that lacks the fewest bytes of all does not fit: {plan.lacking}"
+
+
 def describe_memory_error() -> str:
     """Return a sentence on the mean error of estimated memory in measured runs, with which the reader can judge the
     margin."""

@@ -209,8 +209,8 @@ def _explain_uncovered_layouts(certificate: Certificate) -> Iterator[str]:
         f"{format_plural(meshes, 'mesh', 'meshes')} {'was' if len(found) == 1 else 'were'} tried."
     )
     others = [row for row in found if row.status != "chosen"]
-    if others:
-        best = min(others, key=_get_seconds)
+    best = min(others, key=_get_seconds, default=None)
+    if best is not None and best is not find_lowest_open_bound(certificate):
         yield (
             f"The best {other}one found is {candidate_text(best)} ({best.schedule}). It takes "
             f"{_format_rival_times(best)}."
@@ -281,10 +281,23 @@ def list_uncovered_choices(plan: Plan) -> list[str]:
     return list(dict.fromkeys([*found, *(beyond[name] for name in names)]))
 
 
+def list_assumptions(plan: Plan) -> list[str]:
+    """Return a sentence for each assumption on the data of a step under which the times and the memory of ``plan``, and
+    the proof that it is optimal, hold."""
+    limits = plan.certificate.limits
+    if limits is None or not limits.experts:
+        return []
+    return [
+        "Experts are assumed to get equally many tokens: if some get more, a step takes more time and memory, and another "
+        "plan may be the fastest."
+    ]
+
+
 def list_main_uncovered_choices(plan: Plan) -> list[str]:
     """Return the two most important sentences on choices (such as schedules) for which the proof that ``plan`` is
-    optimal does not hold, and, if there are more, a sentence with the number of the others.
+    optimal does not hold, after the assumptions of its costs. If there are more choices, a last sentence has their
+    number.
     """
     told = list_uncovered_choices(plan)
     more = len(told) - _TOLD_GAPS
-    return [*told[:_TOLD_GAPS], *([f"explain() names {more} more."] if more > 0 else [])]
+    return [*list_assumptions(plan), *told[:_TOLD_GAPS], *([f"explain() names {more} more."] if more > 0 else [])]

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from partitioner.execution_profile import OURS
 from partitioner.explain.memory_texts import (
+    describe_lack,
     describe_tried_offload,
     disk_text,
     fit_text,
@@ -205,6 +206,7 @@ _COUNTED = {  # words in a list of outcomes: for one candidate, for several
     "bounded": ("ruled out by a lower bound on its time", "ruled out by lower bounds on their time"),
     "infeasible": ("does not fit in memory", "do not fit in memory"),
 }
+_VARYING = "; layouts with other numbers of communication groups have more or less"
 _NO_PLAN = "not possible"  # for another reason than lack of memory
 UNCOVERED_MARK = " *"  # after the outcome of a layout that the proof does not cover
 _EXECUTION = {  # execution mode -> how ranks execute instructions
@@ -344,7 +346,7 @@ def build_figure_grid(plan: Plan, time: str) -> Padding:
         length = f", {plan.tokens_per_step // batch:,} tokens each" if plan.tokens_per_step else ""
         samples = f" of {format_plural(batch // max(1, parts), 'sample')}, global batch {batch:,}{length}"
     rows = [
-        ("without host memory", plan.lacking if plan.offload else ""),
+        ("without host memory", describe_lack(plan) if plan.lacking and plan.offload else ""),
         ("planned, not executed", f"{', '.join(plan.planned_only)}: figures only" if plan.planned_only else ""),
         ("execution profile", plan.profile.name if plan.profile.differences else ""),
         ("mesh", f"{mesh_text(plan.mesh)} ({_describe_ranks(plan)}) on {plan.topology.name}"),
@@ -368,7 +370,7 @@ def build_figure_grid(plan: Plan, time: str) -> Padding:
         ("MFU", mfu_text(plan)),
         ("bubble", waiting_text(plan)),
         ("memory", fit_text(plan) + (f", rank {fullest} is the fullest" if plan.world_size > 1 else "")),
-        ("usable memory", usable_memory_text(plan)),
+        ("usable memory", usable_memory_text(plan) + (_VARYING if plan.lacking and plan.offload else "")),
         ("host memory", host_text(plan)),
         ("disk", disk_text(plan)),
         ("work divided", divided_work_text(plan)),

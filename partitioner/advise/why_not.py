@@ -350,8 +350,8 @@ def _explain_slower(
     if its is not None and the_plans is not None:
         most = "" if other is not None else " at most (the search's estimate, which a program does not exceed)"
         lines.append(
-            f"{'It fits in memory. ' if other is None else ''}Its fullest rank needs {bytes_text(its)}{most}; that of the "
-            f"chosen plan needs {bytes_text(the_plans)}."
+            f"{'It fits in memory. ' if other is None else ''}Its fullest rank needs {bytes_text(its)}{most}; that of "
+            f"the chosen plan needs {bytes_text(the_plans)}."
         )
     if is_open:
         bound = compare_seconds(least_s, chosen.step_time)

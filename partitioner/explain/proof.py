@@ -288,8 +288,8 @@ def list_assumptions(plan: Plan) -> list[str]:
     if limits is None or not limits.experts:
         return []
     return [
-        "Experts are assumed to get equally many tokens: if some get more, a step takes more time and memory, and another "
-        "plan may be the fastest."
+        "Experts are assumed to get equally many tokens: if some get more, a step takes more time and memory, and "
+        "another plan may be the fastest."
     ]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, Protocol, cast
@@ -38,7 +39,9 @@ from partitioner.simulate.program_memory import replace_estimated_memory
 from partitioner.simulate.program_time import PlanDurations, ProgramOnDevices, simulate_plan_seconds
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator, SolvedCandidate
 from partitioner.solve.evaluate.job import Job
-from partitioner.solve.search.outcomes import bound_and_gap
+from partitioner.solve.search.baselines import unpin_constraints
+from partitioner.solve.search.outcomes import bound_and_gap, build_candidate_report, solved_to_evaluated
+from partitioner.solve.search.outside_search import add_rows_to_certificate, is_same_candidate
 from partitioner.solve.search.search import PlanSearchResult
 from partitioner.solve.sharding.context_parallel import ALGORITHMS, algorithms_of
 from partitioner.solve.sharding.local_model import layouts_of
@@ -81,6 +84,7 @@ _TRIES = 3  # how often more memory is reserved for a candidate, and at last for
 _TURNS = 8  # repetitions of the search in which single candidates get more reserved memory
 _ENOUGH = 5  # repetitions after which a program that nearly fits is returned
 SAME_TIME = 0.01  # relative difference of estimated and simulated step time that is accepted
+_ROUNDING = 1e-9  # relative rounding of sums of seconds
 _MOST_SIMULATED = 4  # candidates that get their simulated time, at most; after that the plan is taken as it is
 
 
@@ -140,11 +144,11 @@ def plan_to_fit(
             if lacks is None:
                 candidate, seconds = found.chosen.candidate, found.estimate.simulated
                 if candidate in job.simulated or not _is_slower(found.estimate):
-                    return replace(
-                        found,
-                        certificate=_as_followed(explored.compared(lower_bound_s), found),
-                        lacking=explored.lacking,
-                    )
+                    certificate = explored.compared(lower_bound_s)
+                    layout = _plan_faster_layout(job, explored, certificate)
+                    if layout is not None and (faster := _emit_if_faster(job, layout, found, estimate_only)):
+                        found, certificate = faster, layout.certificate
+                    return replace(found, certificate=_as_followed(certificate, found), lacking=explored.lacking)
                 assert seconds is not None
                 if fastest is None or seconds < fastest[0]:
                     fastest = seconds, found, explored
@@ -166,6 +170,83 @@ def plan_to_fit(
         )
     assert lacking is not None
     raise lacking
+
+
+def _plan_faster_layout(job: Job, explored: PlanSearchResult, certificate: Certificate) -> PlanSearchResult | None:
+    """Return ``explored`` with the plan of the fastest of the well-known layouts to which the plan is compared, if this
+    layout is faster than the plan, and ``None`` otherwise. The search may miss such a layout if it has several virtual
+    stages on a rank, since it tries only the most promising of these.
+
+    ``explored``: the result of the search for ``job``. ``certificate``: its certificate with the layouts. Layouts are
+    not considered if the user fixed a part of the layout, if the search was cut off, or if not all placements of ranks
+    on devices can be tried, so that the lower bound of a layout would not be known."""
+    if explored.evaluator is None or certificate.cut_off is not None:
+        return None
+    if unpin_constraints(job.constraints) != job.constraints:
+        return None
+    rows = [
+        baseline.candidate
+        for baseline in certificate.baselines
+        if baseline.candidate is not None
+        and not (baseline.excluded or baseline.global_batch)
+        and baseline.offload == explored.chosen.offload
+        and (baseline.candidate.step_time or math.inf) < certificate.objective * (1 - _ROUNDING)
+    ]
+    for row in sorted(rows, key=lambda row: row.step_time or math.inf):
+        if math.prod(row.mesh.values()) != job.topology.num_devices * row.mesh["ep"]:
+            continue  # of a part of the cluster
+        if not explored.evaluator.tries_all(candidate := _row_to_candidate(row)):
+            continue
+        with suppress(PartitionError):
+            solved = explored.evaluator.solve(candidate)
+            if solved.estimate.step_time < certificate.objective * (1 - _ROUNDING):
+                return replace(explored, chosen=solved, certificate=_with_layout_chosen(certificate, explored, solved))
+    return None
+
+
+def _row_to_candidate(row: Candidate) -> MeshCandidate:
+    """Return the candidate of which ``row`` is the row in the report."""
+    return MeshCandidate(
+        **row.mesh,
+        microbatch_size=row.microbatch_size,
+        schedule=row.schedule,
+        etp=0 if row.etp == row.mesh["tp"] else row.etp,
+        zero=row.zero,
+        virtual_stages=row.virtual_stages,
+        dp_shard=row.dp_shard,
+    )
+
+
+def _with_layout_chosen(certificate: Certificate, explored: PlanSearchResult, solved: SolvedCandidate) -> Certificate:
+    """Return a copy of ``certificate`` in which the chosen plan is ``solved``, the plan of a well-known layout, instead
+    of that of ``explored``."""
+    row = build_candidate_report(solved.candidate, solved_to_evaluated(solved))
+    row = row.model_copy(update={"bound": solved.lower_bound_s})
+    others = tuple(old for old in certificate.candidates if not is_same_candidate(old, row))
+    known = certificate.model_copy(update={"candidates": others})
+    told = add_rows_to_certificate(known, [row], solved, explored.chosen)
+    chosen = told.candidates[-1]
+    baselines = tuple(
+        baseline.model_copy(update={"candidate": chosen})
+        if baseline.candidate is not None and is_same_candidate(baseline.candidate, chosen)
+        else baseline
+        for baseline in told.baselines
+    )
+    return told.model_copy(update={"baselines": baselines})
+
+
+def _emit_if_faster(
+    job: Job, layout: PlanSearchResult, found: PlannedProgram, estimate_only: bool
+) -> PlannedProgram | None:
+    """Return the plan in ``layout`` with its program. Return ``None`` if the program does not fit in memory, or if its
+    simulation takes longer than estimated or than that of ``found``, the plan of ``job`` so far. ``estimate_only``:
+    write no program."""
+    emitted = _emit_found_plan(job, layout, estimate_only)
+    if emitted.program is None:
+        return emitted if found.program is None else None
+    lacks = _find_memory_shortfall(job, emitted.chosen, emitted.estimate)
+    seconds = (emitted.estimate.simulated or math.inf), (found.estimate.simulated or math.inf)
+    return None if lacks is not None or _is_slower(emitted.estimate) or seconds[0] > seconds[1] else emitted
 
 
 def _is_slower(estimate: Estimate) -> bool:

@@ -256,7 +256,7 @@ class BestSchedule:
         if self._better is not None:
             best = self._prove(self._better)
         certificate = self.certificate.model_copy(update={"cut_off": cut_off})
-        return best, _add_rows_to_certificate(certificate, self._rows, best, self.found)
+        return best, add_rows_to_certificate(certificate, self._rows, best, self.found)
 
     def _try_candidate(self, candidate: MeshCandidate) -> None:
         """Plan ``candidate``, keep it if it is the best so far, and add a row to the table of candidates. It is not
@@ -293,8 +293,8 @@ class BestSchedule:
         chosen = build_candidate_report(best.candidate, whole)
         if whole.step_time < best.estimate.step_time:
             best = whole.payload
-            self._rows = [chosen if _is_same_candidate(row, chosen) else row for row in self._rows]
-        self._rows = [_at_least(row, proven) if _is_same_candidate(row, chosen) else row for row in self._rows]
+            self._rows = [chosen if is_same_candidate(row, chosen) else row for row in self._rows]
+        self._rows = [_at_least(row, proven) if is_same_candidate(row, chosen) else row for row in self._rows]
         return best
 
 
@@ -320,7 +320,7 @@ def keep_faster_plan(
     return again, certificate.model_copy(update=better)
 
 
-def _add_rows_to_certificate(
+def add_rows_to_certificate(
     certificate: Certificate, rows: Sequence[Candidate], best: SolvedCandidate, found: SolvedCandidate
 ) -> Certificate:
     """Return a copy of ``certificate``, the record of how near the plan ``found`` is to the optimum, with ``rows``
@@ -338,7 +338,7 @@ def _add_rows_to_certificate(
         return certificate.model_copy(update={"candidates": (*certificate.candidates, *rows)})
     step, chosen = best.estimate.step_time, build_candidate_report(best.candidate)
     solved = [c.model_copy(update={"status": "solved"}) if c.status == "chosen" else c for c in certificate.candidates]
-    rows = [row.model_copy(update={"status": "chosen"}) if _is_same_candidate(row, chosen) else row for row in rows]
+    rows = [row.model_copy(update={"status": "chosen"}) if is_same_candidate(row, chosen) else row for row in rows]
     chosen_s = [row.bound for row in rows if row.status == "chosen"]
     bound, gap = bound_and_gap(step, [certificate.bound, *chosen_s])
     return certificate.model_copy(
@@ -357,7 +357,7 @@ def _at_least(row: Candidate, seconds: float) -> Candidate:
     return row.model_copy(update={"bound": min(max(row.bound, seconds), row.step_time)})
 
 
-def _is_same_candidate(row: Candidate, other: Candidate) -> bool:
+def is_same_candidate(row: Candidate, other: Candidate) -> bool:
     """Return whether ``row`` and ``other``, rows of a report, are about the same mesh candidate."""
     names = "mesh", "microbatch_size", "schedule", "virtual_stages", "zero", "dp_shard", "etp"
     return all(getattr(row, name) == getattr(other, name) for name in names)
@@ -366,6 +366,8 @@ def _is_same_candidate(row: Candidate, other: Candidate) -> bool:
 __all__ = [
     "PATIENCE",
     "BestSchedule",
+    "add_rows_to_certificate",
+    "is_same_candidate",
     "keep_faster_plan",
     "list_promising_candidates",
 ]

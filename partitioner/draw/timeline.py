@@ -316,9 +316,9 @@ class _TimelineChart:
         width = self.left + self.width + right
         alike = "its ranks all do the same" if not self.program.data_shares else "the ranks that take longest"
         note = (
-            f"One row per stage: {alike}. Idle is the time in which a stage computes nothing. The exposed "
-            "communication of the summary is counted otherwise: it has collectives inside layers, and the time by which "
-            "other transfers slow computation down, which are in the boxes of computation here."
+            f"One row per stage: {alike}. Idle is the time in which a stage computes nothing. The summary counts "
+            "exposed communication otherwise: collectives inside layers, and the time by which other transfers slow "
+            "computation down, are in the boxes of computation here."
         )
         if any(name.startswith("bubble") for name, _ in self.figures):
             note += " The bubble is the part of idle time in which a rank waits for other stages, without transfers."

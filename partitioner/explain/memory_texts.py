@@ -111,7 +111,8 @@ def host_text(plan: Plan) -> str:
         return ""
     most = max((stage.host for stage in plan.estimate.stages), default=0)
     whose = " for the rank with the most" if plan.world_size > 1 else ""
-    return f"{' and '.join(_name_host_data(plan))}: {bytes_text(most)}{whose}{_describe_fullest_host(plan)}"
+    kinds = " and ".join(", ".join(_name_host_data(plan)).rsplit(", ", 1))
+    return f"{kinds}: {bytes_text(most)}{whose}{_describe_fullest_host(plan)}"
 
 
 def _name_host_data(plan: Plan) -> list[str]:

@@ -98,6 +98,7 @@ _MOST_BOXES, _BOXES_LIMIT = 3200, 8000  # computations on all stages: for few st
 _MOST_BYTES, _LEAST_SHARE = 1_000_000, 0.05  # of a picture; a longer one is drawn again with half as many computations
 _GAP_WIDTH = 104.0  # pixels in place of the middle of the step
 _BRACKETS = 24.0  # pixels above the rows for the number of times that a period runs
+_NOTED = 0.1  # fraction of the width: a narrower part of the step gets no note
 _WIDENED = 1.5  # the share of a part in the drawn time over its share of the step, from which a note gives both
 _CLOSE = 0.01  # fraction of a step by which the simulated time may differ without a note
 
@@ -325,7 +326,7 @@ class _TimelineChart:
         if any(isinstance(part, Fold) for part in self.folds):
             note += " What repeats is drawn once, with how often it runs; the axis leaves the repetitions out."
             drawn_share, update_share = self._find_update_shares()
-            if drawn_share > _WIDENED * update_share > 0:
+            if drawn_share > max(_NOTED, _WIDENED * update_share):
                 note += (
                     f" So the optimizer's update, {format_percent(update_share)} of the step, takes "
                     f"{format_percent(drawn_share)} of the width."

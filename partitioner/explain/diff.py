@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from partitioner.explain.explain import MEMORY_KINDS, memory_words
-from partitioner.explain.memory_texts import host_kinds
+from partitioner.explain.memory_texts import MEMORY_KINDS, host_kinds, memory_words
 from partitioner.explain.tables import (
     build_empty_table,
     format_heading,

@@ -19,6 +19,7 @@ from partitioner.explain.memory_texts import (
     format_offload,
     host_text,
     is_tight,
+    memory_words,
     usable_memory_text,
 )
 from partitioner.explain.proof import explain_proof, list_assumptions, list_uncovered_choices
@@ -84,22 +85,6 @@ from partitioner.units import (
 
 _SHOWN = 3  # buffers that a text names
 
-MEMORY_KINDS = {
-    "parameters": "parameters and buffers",
-    "gradients": "gradients of parameters",
-    "optimizer": "optimizer states",
-    "saved": "activations saved for backward",
-    "recomputed": "activations recomputed in backward",
-    "working": "temporary tensors of operators",
-    "flowing": "gradients of activations",
-    "gathered": "unsharded parameters and gradients of layers in use (ZeRO)",
-    "residuals": "rounding errors of compressed gradients",
-    "buffers": "buffers for sends between stages",
-}
-_OF_INFERENCE = {
-    "saved": "outputs, kept to the end of the step",
-    "gathered": "whole parameters of layers in use (ZeRO)",
-}
 _AXIS_WORDS = {  # axes of groups that are not axes of the plan's mesh
     "edp": "data-parallel ranks with the same experts",
     "etp": "ranks that divide an expert",
@@ -112,27 +97,6 @@ _NOTED = 0.01  # fraction of a step: recomputation that takes less is not mentio
 _MOST_KINDS, _LEAST_SHARE = 3, 0.01  # how many kinds of operators are named, and the least share of one that is
 _MOST_PAIRS = 8  # pairs of stages that a text lists
 _TIGHT = 0.9  # fraction of the usable memory from which memory is said to limit the plan
-
-
-_OF_ZERO_1 = {  # a rank holds gradients summed over its microbatches, and its piece of their sum over all ranks
-    "gradients": "gradients of parameters, and the rank's piece of their sum (ZeRO 1)",
-    "gathered": "parameters and gradients that ranks are exchanging (ZeRO)",
-}
-_OF_ZERO_2_AND_3 = {  # a rank holds its pieces of gradient sums from the first backward of a step on
-    "gathered": "the rank's pieces of gradient sums, and unsharded parameters and gradients of layers in use (ZeRO)",
-    "gradients": "gradients of parameters that ZeRO does not shard",
-}
-
-
-def memory_words(plan: Plan) -> dict[str, str]:
-    """Return the names under which kinds of memory are shown to users: kind -> text. The kinds have names such as
-    ``parameters`` or ``saved`` (activations kept for backward). The texts depend on whether ``plan`` is for training,
-    and on its ZeRO stage.
-    """
-    words = MEMORY_KINDS if plan.objective == "train" else {**MEMORY_KINDS, **_OF_INFERENCE}
-    if plan.objective == "train" and plan.chosen.zero >= 2:
-        return {**words, **_OF_ZERO_2_AND_3}
-    return {**words, **_OF_ZERO_1} if plan.chosen.zero == 1 else words
 
 
 def format_summary(plan: Plan) -> str:

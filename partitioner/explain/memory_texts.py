@@ -14,16 +14,53 @@ from partitioner.topology.groups import stage_ranks
 from partitioner.topology.hosts import can_offload
 from partitioner.units import bytes_text, format_percent
 
+MEMORY_KINDS = {
+    "parameters": "parameters and buffers",
+    "gradients": "gradients of parameters",
+    "optimizer": "optimizer states",
+    "saved": "activations saved for backward",
+    "recomputed": "activations recomputed in backward",
+    "working": "temporary tensors of operators",
+    "flowing": "gradients of activations",
+    "gathered": "unsharded parameters and gradients of layers in use (ZeRO)",
+    "residuals": "rounding errors of compressed gradients",
+    "buffers": "buffers for sends between stages",
+}
+_OF_INFERENCE = {
+    "saved": "outputs, kept to the end of the step",
+    "gathered": "whole parameters of layers in use (ZeRO)",
+}
+_OF_ZERO_1 = {  # a rank holds gradients summed over its microbatches, and its piece of their sum over all ranks
+    "gradients": "gradients of parameters, and the rank's piece of their sum (ZeRO 1)",
+    "gathered": "parameters and gradients that ranks are exchanging (ZeRO)",
+}
+_OF_ZERO_2_AND_3 = {  # a rank holds its pieces of gradient sums from the first backward of a step on
+    "gathered": "the rank's pieces of gradient sums, and unsharded parameters and gradients of layers in use (ZeRO)",
+    "gradients": "gradients of parameters that ZeRO does not shard",
+}
+
+
+def memory_words(plan: Plan) -> dict[str, str]:
+    """Return the names under which kinds of memory are shown to users: kind -> text. The kinds have names such as
+    ``parameters`` or ``saved`` (activations kept for backward). The texts depend on whether ``plan`` is for training,
+    and on its ZeRO stage.
+    """
+    words = MEMORY_KINDS if plan.objective == "train" else {**MEMORY_KINDS, **_OF_INFERENCE}
+    if plan.objective == "train" and plan.chosen.zero >= 2:
+        return {**words, **_OF_ZERO_2_AND_3}
+    return {**words, **_OF_ZERO_1} if plan.chosen.zero == 1 else words
+
 
 def is_tight(plan: Plan) -> bool:
     """Return whether an error of the memory estimate of usual size can exceed the memory of a device: whether the peak
     of the fullest rank of ``plan``, enlarged by the mean error of estimated peaks, is more than the device has without
-    the margin. ``False`` if the plan has no memory estimate."""
+    the margin. ``False`` if the plan has no memory estimate, or if it does not fit."""
     if not plan.estimate.memory:
         return False
     rank = fullest_rank(plan)
     parts = device_memory(plan, rank)
-    return plan.estimate.memory[rank] * (1 + MEMORY_ERRORS["known"][0]) > parts.usable + parts.margin
+    peak = plan.estimate.memory[rank]
+    return peak <= parts.usable and peak * (1 + MEMORY_ERRORS["known"][0]) > parts.usable + parts.margin
 
 
 def fit_text(plan: Plan) -> str:

@@ -66,6 +66,7 @@ def test_a_plan_is_tight_if_the_mean_error_exceeds_the_device(plan: Plan):
     most = (parts.usable + parts.margin) / (1 + MEMORY_ERRORS["known"][0])
     roomy, tight = with_memory(plan, most * 0.999), with_memory(plan, most * 1.001)
     assert (is_tight(roomy), is_tight(tight)) == (False, True)
+    assert not is_tight(with_memory(plan, parts.usable + 1)), "it does not fit, which is told otherwise"
     assert "tight" not in words_of(format_summary(roomy)) + words_of(format_explanation(roomy))
     assert re.search(r"memory .* usable \(\d+%\), tight, rank 0 is the fullest", words_of(format_summary(tight)))
     why = words_of(format_explanation(tight))

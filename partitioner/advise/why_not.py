@@ -27,6 +27,7 @@ from partitioner.units import bytes_text, format_plural
 from partitioner.validate import check_request
 
 _REPORTED = {"v": "virtual_stages", "microbatch": "microbatch_size"}  # name in reports -> name of the constraint
+_ROUNDING = 1e-9  # fraction of a step: less is a rounding error
 _CLOSE = 1e-3  # relative: a plan this near to its lower bound is the best
 
 if TYPE_CHECKING:
@@ -391,8 +392,28 @@ def _explain_bounded(plan: Plan, asked: Mapping[str, Any], rows: list[Candidate]
         lines.append(f"The best of these that was tried ({layout}) takes {compare_seconds(solved.step_time, chosen)}:")
         lines += [f"  {line}" for line in time_changes(plan.estimate.breakdown, solved.breakdown or {})]
     more = "To work out the best of these plans, give the model"
-    verdict: Verdict = "unknown" if still_open else "bounded"
+    lines += _describe_unproven(rows, chosen)
+    verdict: Verdict = "bounded"
+    if still_open:
+        verdict = "unknown"
+    elif (
+        bound < chosen * (1 - _ROUNDING) and solved is not None
+    ):  # other plans of a layout that was tried may be faster
+        verdict = "slower" if (solved.step_time or 0.0) >= chosen else "faster"
     return WhyNot(asked, verdict, tuple(lines), solved, bound, with_model=more, uncovered=outside)
+
+
+def _describe_unproven(rows: list[Candidate], chosen: float) -> list[str]:
+    """Return a list with a sentence on the layout among ``rows`` with the lowest bound of those that were tried, if
+    this bound is below ``chosen``, the step time of the plan in seconds: a faster plan of the layout is not ruled out.
+    Empty if there is none."""
+    tried = [row for row in rows if row.status == "solved" and row.bound and row.bound < chosen * (1 - _ROUNDING)]
+    if not tried:
+        return []
+    lowest = min(tried, key=lambda row: row.bound)
+    layout = f"{candidate_text(lowest)}, microbatches of {lowest.microbatch_size}, {lowest.schedule}"
+    bound = compare_seconds(lowest.bound, chosen)
+    return [f"A faster one of those that were tried is not ruled out: the lowest bound ({layout}) is {bound}."]
 
 
 def _explain_bound_and_best(rows: list[Candidate], bound: float, solved: Candidate) -> list[str]:

@@ -25,6 +25,7 @@ from partitioner.constraints import Constraints
 from partitioner.draw import DrawError
 from partitioner.draw.scaling import ScalingPoint, draw_scaling
 from partitioner.errors import CapacityError, ConstraintError, PlanError, TimeLimitError
+from partitioner.explain.memory_texts import describe_tightness, fit_text
 from partitioner.explain.tables import throughput_text
 from partitioner.passes.errors import InputsError, PartitionError
 from partitioner.passes.faults import typed_errors
@@ -548,9 +549,10 @@ class Fit:
             speed = throughput_text(self.plan) if rate is None else f"{count_text(rate)} tokens/s"
             batch = format_plural(self.plan.global_batch, "sample")
             lines = [
-                f"fits: yes, {memory_text(self.plan)}{left} on the fullest rank",
+                f"fits: yes, {fit_text(self.plan)}{left} on the fullest rank",
                 f"layout: {candidate_text(self.plan.chosen)}",
                 f"step: {seconds_text(self.plan.estimate.step_time)} for {batch}, {speed}",
+                *filter(None, [describe_tightness(self.plan)]),
             ]
         largest = "not even one sample for each device fits" if self.microbatch is None else str(self.microbatch)
         lines.append(f"largest batch: {largest}")

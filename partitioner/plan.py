@@ -33,6 +33,13 @@ if TYPE_CHECKING:
 NEAR = 0.05  # fraction of a device's memory by which a plan may exceed it if no other plan was found
 
 WITHOUT = "Without"  # first word of the name of a baseline that leaves devices out
+# names of the well-known layouts with which every report compares the plan
+DATA_PARALLEL, FULLY_SHARDED, MEGATRON = "Plain data parallelism", "ZeRO-3", "Megatron's layout"
+LAYOUT_MEANINGS = {
+    FULLY_SHARDED: "the best layout found with zero 3 over as many ranks of dp as the batch allows, without a pipeline",
+    MEGATRON: "the best layout found of the kind that users of Megatron-LM choose: tp inside a node, any number of "
+    "stages under 1f1b or interleaved, and zero 0 or 1",
+}
 OPEN = "open"  # candidates without a row in a certificate whose lower bound is below the plan's step time
 _ROUNDING = 1e-9  # fraction of a step: less is a rounding error
 

@@ -48,6 +48,20 @@ def seconds_text(seconds: float, places: int = 3) -> str:
     return f"{format_digits(seconds / scale, places)} {unit}"
 
 
+_MOST_PLACES, _ALIKE = 6, 5e-7  # digits of a time; relative difference below which two times are equal
+
+
+def list_distinct_seconds_texts(*seconds: float) -> list[str]:
+    """Return the texts of several times, in the order of ``seconds``, with as many significant digits (three to six) as
+    it takes to tell different times apart. Times that six digits do not tell apart have three."""
+    for places in range(3, _MOST_PLACES + 1):
+        texts = [seconds_text(each, places) for each in seconds]
+        pairs = ((i, j) for i in range(len(seconds)) for j in range(i))
+        if all(texts[i] != texts[j] or abs(seconds[i] - seconds[j]) <= _ALIKE * abs(seconds[i]) for i, j in pairs):
+            return texts
+    return [seconds_text(each) for each in seconds]
+
+
 def count_text(count: float) -> str:
     """Return ``count`` as text with a suffix k, M, B or T, such as ``8.03 B`` for 8,030,261,248. Counts below 10,000
     are written in full."""

@@ -14,17 +14,20 @@ from typing import TYPE_CHECKING, Any, Literal
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import OF_POINT, Constraints
 from partitioner.errors import ConstraintError, InfeasibleError
-from partitioner.explain.diff import format_relative
-from partitioner.explain.tables import cut_off, describe_tried_offload, disk_text, fullest_bytes, host_text
+from partitioner.explain.diff import compare_seconds
+from partitioner.explain.memory_texts import describe_tried_offload, disk_text, host_text
+from partitioner.explain.tables import cut_off, fullest_bytes
 from partitioner.explain.time_parts import time_changes
 from partitioner.passes.errors import InputsError, PartitionError
 from partitioner.plan import OPEN, WITHOUT, Candidate, Limits, Plan
 from partitioner.plans.figures import candidate_text
 from partitioner.schedules.registry import SEARCHED, schedule_name
 from partitioner.solve.search.space import SearchSpace, list_candidates, widest_searched
-from partitioner.units import bytes_text, format_plural, seconds_text
+from partitioner.units import bytes_text, format_plural
 from partitioner.validate import check_request
 
+_REPORTED = {"v": "virtual_stages", "microbatch": "microbatch_size"}  # name in reports -> name of the constraint
+_ROUNDING = 1e-9  # fraction of a step: less is a rounding error
 _CLOSE = 1e-3  # relative: a plan this near to its lower bound is the best
 
 if TYPE_CHECKING:
@@ -183,6 +186,8 @@ class WhyNot:
       no less than the chosen plan takes. ``infeasible``: no plan has them. ``unknown``: an answer needs the model.
     - ``candidate``: the best layout with these constraints, or ``None``. ``bound``: a lower bound in seconds on the
       step time of plans with these constraints; ``None`` if unknown.
+    - ``uncovered``: a sentence on plans with these constraints for which ``bound`` and ``verdict`` do not hold, such as
+      those with several stages on a rank; empty if they hold for all.
     """
 
     asked: Mapping[str, Any]
@@ -192,6 +197,7 @@ class WhyNot:
     bound: float | None = None
     changes: tuple[Change, ...] = field(default=())
     with_model: str = ""
+    uncovered: str = ""
 
     def __str__(self) -> str:
         return self.told("why_not(model=..., ...)")
@@ -200,7 +206,8 @@ class WhyNot:
         """Return the answer as text. ``how``: the call or command by which the user passes the model, such as
         ``why_not(model=..., ...)``; it is added if the model would improve the answer.
         """
-        return "\n".join([*self.lines, *([f"{self.with_model}: {how}."] if self.with_model else [])])
+        more = f"{self.with_model}: {how}." if self.with_model else ""
+        return "\n".join([*self.lines, *filter(None, [self.uncovered, more])])
 
 
 def why_not(
@@ -219,6 +226,7 @@ def why_not(
     ``asked``: name of a constraint -> value. Raise :class:`ConstraintError` for unknown constraints or if ``asked`` is
     empty, and :class:`InputsError` if the model is not the plan's.
     """
+    asked = _translate_names(asked)
     if not asked:
         raise ConstraintError("no constraint is given; expected at least one, like tp=8 or pp=2, schedule='gpipe'")
     Constraints(**asked)
@@ -230,6 +238,15 @@ def why_not(
     if model is not None:
         return _answer_by_planning(plan, asked, model, inputs, loss)
     return _explain_unsearched(plan, asked)
+
+
+def _translate_names(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the constraints ``asked`` with the names of :class:`Constraints` in place of the short ones that reports
+    print, such as ``virtual_stages`` for ``v``. Raise :class:`ConstraintError` if both names of a constraint are
+    given."""
+    if twice := [short for short, name in _REPORTED.items() if short in asked and name in asked]:
+        raise ConstraintError(f"{twice[0]} and {_REPORTED[twice[0]]} are the same constraint; expected one of them")
+    return {_REPORTED.get(name, name): value for name, value in asked.items()}
 
 
 def _from_rows(plan: Plan, asked: Mapping[str, Any]) -> WhyNot | None:
@@ -324,8 +341,7 @@ def _explain_slower(
     lines = [
         f"The best {which} with {format_asked_constraints(asked)} ({candidate_text(best)}, microbatches of "
         f"{best.microbatch_size}, "
-        f"{best.schedule}) takes {seconds_text(best.step_time)}, {format_relative(chosen.step_time, best.step_time)} "
-        f"the chosen plan's {seconds_text(chosen.step_time)}."
+        f"{best.schedule}) takes {compare_seconds(best.step_time, chosen.step_time)}."
     ]
     if best.breakdown:
         changes = list(time_changes(chosen.breakdown, best.breakdown))
@@ -333,12 +349,13 @@ def _explain_slower(
     its = fullest_bytes(other) if other is not None else best.memory
     the_plans = fullest_bytes(plan)
     if its is not None and the_plans is not None:
-        tables = "" if other is not None else " as the search estimates it, which is more than a program takes"
+        most = "" if other is not None else " at most (the search's estimate, which a program does not exceed)"
         lines.append(
-            f"Its fullest rank needs {bytes_text(its)}{tables}; that of the chosen plan needs {bytes_text(the_plans)}."
+            f"{'It fits in memory. ' if other is None else ''}Its fullest rank needs {bytes_text(its)}{most}; that of "
+            f"the chosen plan needs {bytes_text(the_plans)}."
         )
     if is_open:
-        bound = f"{seconds_text(least_s)}, {format_relative(chosen.step_time, least_s)} the chosen plan's step time"
+        bound = compare_seconds(least_s, chosen.step_time)
         lines.append(f"A faster one is not ruled out: the lower bound of these plans is {bound}.")
     lines += marks
     if not slower:
@@ -357,13 +374,11 @@ def _explain_bounded(plan: Plan, asked: Mapping[str, Any], rows: list[Candidate]
     """
     chosen, certificate = plan.estimate.step_time, plan.certificate
     bounded = f"{_count_layouts_text(sum(c.status == 'bounded' for c in rows))} given a lower bound and not tried"
-    outside = _list_uncovered_schedules(plan, asked)
+    outside = _describe_uncovered_schedules(plan, asked)
     bound = _find_least_bound(plan, [c for c in rows if not (outside and c.beside)])
     lines = [
         f"Every plan with {format_asked_constraints(asked)}{' that the proof covers' if outside else ''} takes "
-        f"{seconds_text(bound)} or more, {format_relative(chosen, bound)} the chosen plan's {seconds_text(chosen)}: "
-        f"{bounded}.",
-        *outside,
+        f"{compare_seconds(bound, chosen, lower=True)}: {bounded}."
     ]
     if solved is None:
         lines.append("That is a lower bound and not the time of a plan: the best of these plans may take longer.")
@@ -372,21 +387,53 @@ def _explain_bounded(plan: Plan, asked: Mapping[str, Any], rows: list[Candidate]
         ended = f"the search was {cut_off(certificate)}" if certificate.cut_off else "no faster plan of them was found"
         lines.append(f"{still_open} of these may be faster: {ended}.")
     if solved is not None and solved.step_time is not None:
-        tried = f"The best of these that was tried is {candidate_text(solved)}"
-        lines.append(f"{tried}. It takes {seconds_text(solved.step_time)}, beside the chosen plan:")
+        layout = f"{candidate_text(solved)}, microbatches of {solved.microbatch_size}, {solved.schedule}"
+        lines += _explain_bound_and_best(rows, bound, solved)
+        lines.append(f"The best of these that was tried ({layout}) takes {compare_seconds(solved.step_time, chosen)}:")
         lines += [f"  {line}" for line in time_changes(plan.estimate.breakdown, solved.breakdown or {})]
     more = "To work out the best of these plans, give the model"
-    return WhyNot(asked, "unknown" if still_open else "bounded", tuple(lines), solved, bound, with_model=more)
+    lines += _describe_unproven(rows, chosen)
+    verdict: Verdict = "bounded"
+    if still_open:
+        verdict = "unknown"
+    elif (
+        bound < chosen * (1 - _ROUNDING) and solved is not None
+    ):  # other plans of a layout that was tried may be faster
+        verdict = "slower" if (solved.step_time or 0.0) >= chosen else "faster"
+    return WhyNot(asked, verdict, tuple(lines), solved, bound, with_model=more, uncovered=outside)
 
 
-def _list_uncovered_schedules(plan: Plan, asked: Mapping[str, Any]) -> list[str]:
-    """Return a list with the sentence of ``plan``'s certificate on schedules for which its lower bounds do not hold.
-    The list is empty if there is no such sentence, or if the constraints ``asked`` exclude these schedules. ``asked``:
-    name of a constraint -> value.
+def _describe_unproven(rows: list[Candidate], chosen: float) -> list[str]:
+    """Return a list with a sentence on the layout among ``rows`` with the lowest bound of those that were tried, if
+    this bound is below ``chosen``, the step time of the plan in seconds: a faster plan of the layout is not ruled out.
+    Empty if there is none."""
+    tried = [row for row in rows if row.status == "solved" and row.bound and row.bound < chosen * (1 - _ROUNDING)]
+    if not tried:
+        return []
+    lowest = min(tried, key=lambda row: row.bound)
+    layout = f"{candidate_text(lowest)}, microbatches of {lowest.microbatch_size}, {lowest.schedule}"
+    bound = compare_seconds(lowest.bound, chosen)
+    return [f"A faster one of those that were tried is not ruled out: the lowest bound ({layout}) is {bound}."]
+
+
+def _explain_bound_and_best(rows: list[Candidate], bound: float, solved: Candidate) -> list[str]:
+    """Return a list with a sentence that names the layout among ``rows`` to which the lower bound ``bound`` (in
+    seconds) belongs, if it is not the layout ``solved``, the best one that was tried; otherwise an empty list."""
+    owner = next((row for row in rows if row.bound == bound and row.status == "bounded"), None)
+    if owner is None or owner is solved:
+        return []
+    layout = f"{candidate_text(owner)}, microbatches of {owner.microbatch_size}, {owner.schedule}"
+    return [f"The bound is that of {layout}, which was not tried."]
+
+
+def _describe_uncovered_schedules(plan: Plan, asked: Mapping[str, Any]) -> str:
+    """Return the sentence of ``plan``'s certificate on schedules for which its lower bounds do not hold. It is empty if
+    there is no such sentence, or if the constraints ``asked`` exclude these schedules. ``asked``: name of a constraint
+    -> value.
     """
     sentence = plan.certificate.beyond.get("schedule")
     fixed = asked.get("pp") == 1 or "schedule" in asked or asked.get("virtual_stages") == 1
-    return [] if sentence is None or fixed else [sentence]
+    return "" if sentence is None or fixed else sentence
 
 
 def _count_layouts_text(count: int) -> str:
@@ -524,8 +571,6 @@ def _explain_unsearched(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
             and _matches_asked(best, asked)
             and best.step_time is not None
         ):
-            takes = (
-                f"{seconds_text(best.step_time)}, {format_relative(plan.estimate.step_time, best.step_time)} the plan's"
-            )
+            takes = compare_seconds(best.step_time, plan.estimate.step_time)
             lines.append(f"One such layout, {baseline.name} ({candidate_text(best)}), takes {takes}.")
     return WhyNot(asked, "unknown", tuple(lines), with_model="To plan it, give the model")

@@ -117,7 +117,8 @@ def stage_panel(
     cards = {names[g.stage, g.index]: group_card(g, notes.get(g.index, "")) for g in groups}
     within = [f for f in flows if f.source in names and f.target in names]
     edges = [(names[f.source], names[f.target]) for f in within]
-    layout = lay_out({name: (card.width, card.height) for name, card in cards.items()}, edges)
+    below = [(names[a.stage, a.index], names[b.stage, b.index]) for a, b in _stack_virtual_stages(groups)]
+    layout = lay_out({name: (card.width, card.height) for name, card in cards.items()}, edges, below)
     return Panel(
         header=header,
         cards=cards,
@@ -126,6 +127,17 @@ def stage_panel(
         flows=tuple((*edge, flow_tooltip(flow)) for edge, flow in zip(edges, within, strict=True)),
         tooltip=tooltip,
     )
+
+
+def _stack_virtual_stages(groups: Sequence[CallGroup]) -> list[tuple[CallGroup, CallGroup]]:
+    """Return pairs of ``groups``, of which the second is to be drawn below the first, so that at most four virtual
+    stages of a rank are side by side: the last group of a virtual stage, and the first of the one four places later."""
+    chunks: dict[int, list[CallGroup]] = {}
+    for group in groups:
+        if group.chunk is not None and not group.prologue and not group.everywhere:
+            chunks.setdefault(group.chunk, []).append(group)
+    ordered = [chunks[number] for number in sorted(chunks)]
+    return [(upper[-1], lower[0]) for upper, lower in zip(ordered, ordered[_MOST_BESIDE:], strict=False)]
 
 
 def draw_panel(parent: ET.Element, panel: Panel, x: float, y: float, width: float, height: float) -> None:
@@ -172,6 +184,7 @@ def _short_of(tip: Point, start: Point) -> Point:
 
 
 _DIRECTIONS = ("forward", "backward")
+_MOST_BESIDE = 4  # virtual stages of a rank beside each other: about the width of a page
 
 
 def group_card(calls: CallGroup, note: str = "") -> Card:
@@ -565,7 +578,7 @@ class _GraphScene:
         rows += self.build_memory_rows(ranks)
         for moved in stage.reductions:
             name = f"{COLLECTIVE_NAMES.get(moved.op, moved.op)} of {moved.what} over {moved.axis}"
-            amount = f"{bytes_text(moved.num_bytes)} in {format_plural(moved.count, 'bucket')}"
+            amount = f"{bytes_text(moved.num_bytes)} in {moved.transfers}"
             rows.append(CardRow(f"{name}: {amount}", swatch=moved.op))
         return Card(tuple(rows))
 
@@ -587,6 +600,15 @@ class _GraphScene:
             )
         ]
 
+    def count_calls(self, stage: StageOutline) -> str:
+        """Return the number of calls of ``stage`` as text. Some calls are not divided over stages, such as that of a
+        block that each stage computes for itself; if there are any, the text says how many calls are divided."""
+        calls, estimates = format_plural(stage.num_calls, "call"), self.plan.estimate.stages
+        divided = estimates[stage.index].num_calls if stage.index < len(estimates) else stage.num_calls
+        if divided == stage.num_calls:
+            return calls
+        return f"{calls}, of which {divided} are divided over the stages; the others prepare values for them"
+
     def format_stage_tooltip(self, cluster: StageCluster) -> str:
         """Return the tooltip of the panel of ``cluster``, a group of equal stages: its ranks, number of layers and
         parameters, and the model inputs and outputs of its stages.
@@ -595,7 +617,7 @@ class _GraphScene:
         inner = {a: n for a, n in self.plan.mesh.items() if a != "pp"}
         lines = [
             f"Stage {format_ranges(cluster.stages)}: {format_plural(len(stage.ranks), 'rank')} ({mesh_text(inner)})",
-            f"{format_plural(stage.num_calls, 'call')}, {stage.num_parameters:,} parameters",
+            f"{self.count_calls(stage)}, {stage.num_parameters:,} parameters",
         ]
         if stage.loads:
             lines.append(f"reads {', '.join(stage.loads)}")

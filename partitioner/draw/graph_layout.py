@@ -56,15 +56,21 @@ class DotLayout:
     height: float
 
 
-def lay_out(sizes: Mapping[str, tuple[float, float]], edges: Sequence[tuple[str, str]]) -> DotLayout:
+def lay_out(
+    sizes: Mapping[str, tuple[float, float]],
+    edges: Sequence[tuple[str, str]],
+    below: Sequence[tuple[str, str]] = (),
+) -> DotLayout:
     """Return positions for boxes in layers from top to bottom, computed by Graphviz. ``sizes``: (width, height) in
-    pixels of each box, by name. ``edges``: pairs (source, target) of names; a target is below its source.
+    pixels of each box, by name. ``edges``: pairs (source, target) of names; a target is below its source. ``below``:
+    pairs (upper, lower) of names of boxes that are placed below each other without an edge between them, so that fewer
+    boxes are side by side.
     """
     if not sizes:
         return DotLayout({}, {}, 0.0, 0.0)
     import pygraphviz  # imported late: only a picture with boxes needs it
 
-    drawing = pygraphviz.AGraph(string=dot_source(sizes, edges))
+    drawing = pygraphviz.AGraph(string=dot_source(sizes, edges, below))
     drawing.layout(prog="dot")
     left, bottom, right, top = (float(v) for v in drawing.graph_attr["bb"].split(","))
     boxes, curves = {}, {}
@@ -80,7 +86,11 @@ def lay_out(sizes: Mapping[str, tuple[float, float]], edges: Sequence[tuple[str,
     return DotLayout(boxes, curves, right - left, top - bottom)
 
 
-def dot_source(sizes: Mapping[str, tuple[float, float]], edges: Sequence[tuple[str, str]]) -> str:
+def dot_source(
+    sizes: Mapping[str, tuple[float, float]],
+    edges: Sequence[tuple[str, str]],
+    below: Sequence[tuple[str, str]] = (),
+) -> str:
     """Return the text in Graphviz's language DOT of a graph of boxes without labels. ``sizes``: (width, height) of each
     box in pixels, by name. ``edges``: pairs (source, target) of names.
     """
@@ -94,6 +104,8 @@ def dot_source(sizes: Mapping[str, tuple[float, float]], edges: Sequence[tuple[s
         graph.node(name, width=f"{width / _POINTS:.4f}", height=f"{height / _POINTS:.4f}")
     for source, target in edges:
         graph.edge(source, target)
+    for upper, lower in below:
+        graph.edge(upper, lower, style="invis")
     return str(graph.source)
 
 

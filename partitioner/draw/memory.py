@@ -26,8 +26,7 @@ from partitioner.draw.svg import (
     to_text,
 )
 from partitioner.draw.timeline import tick_step
-from partitioner.explain.explain import MEMORY_KINDS, memory_words
-from partitioner.explain.tables import disk_text, host_text
+from partitioner.explain.memory_texts import MEMORY_KINDS, disk_text, host_text, memory_words
 from partitioner.plan import Plan
 from partitioner.plans.figures import key_figures, list_usable_bytes, share_of_usable, simulated_seconds, view_title
 from partitioner.runtime.program.analysis import ProgramFacts

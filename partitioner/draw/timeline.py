@@ -98,6 +98,8 @@ _MOST_BOXES, _BOXES_LIMIT = 3200, 8000  # computations on all stages: for few st
 _MOST_BYTES, _LEAST_SHARE = 1_000_000, 0.05  # of a picture; a longer one is drawn again with half as many computations
 _GAP_WIDTH = 104.0  # pixels in place of the middle of the step
 _BRACKETS = 24.0  # pixels above the rows for the number of times that a period runs
+_NOTED = 0.1  # fraction of the width: a narrower part of the step gets no note
+_WIDENED = 1.5  # the share of a part in the drawn time over its share of the step, from which a note gives both
 _CLOSE = 0.01  # fraction of a step by which the simulated time may differ without a note
 
 
@@ -314,11 +316,21 @@ class _TimelineChart:
         right = 84.0
         width = self.left + self.width + right
         alike = "its ranks all do the same" if not self.program.data_shares else "the ranks that take longest"
-        note = f"One row per stage: {alike}. Idle is all time without computation, that of transfers included."
+        note = (
+            f"One row per stage: {alike}. Idle is the time in which a stage computes nothing. The summary counts "
+            "exposed communication otherwise: collectives inside layers, and the time by which other transfers slow "
+            "computation down, are in the boxes of computation here."
+        )
         if any(name.startswith("bubble") for name, _ in self.figures):
-            note += " The bubble is the part of it in which a rank waits for other stages, without transfers."
+            note += " The bubble is the part of idle time in which a rank waits for other stages, without transfers."
         if any(isinstance(part, Fold) for part in self.folds):
             note += " What repeats is drawn once, with how often it runs; the axis leaves the repetitions out."
+            drawn_share, update_share = self._find_update_shares()
+            if drawn_share > max(_NOTED, _WIDENED * update_share):
+                note += (
+                    f" So the optimizer's update, {format_percent(update_share)} of the step, takes "
+                    f"{format_percent(drawn_share)} of the width."
+                )
         if self.left_out is not None:
             note += f" The step is too long to be drawn in full: {self._describe_gap(self.left_out)} are left out."
         drawn = any(b.instruction.op == "STEP" for b in self.bars)
@@ -341,6 +353,12 @@ class _TimelineChart:
             else:
                 self.draw_gap(root, part, top, bottom)
         return root
+
+    def _find_update_shares(self) -> tuple[float, float]:
+        """Return two fractions for the optimizer's update, of the stage on which it takes longest: its part of the
+        drawn time, and its part of the step. Both are 0 if the update is not drawn."""
+        update = max((b.end - b.start for b in self.bars if b.instruction.op == "STEP"), default=0.0)
+        return update / self.scale.shown, update / self.total
 
     @staticmethod
     def _describe_gap(gap: Gap) -> str:

@@ -7,12 +7,24 @@ from collections.abc import Iterator, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from partitioner.cost import MEAN_ERRORS, MEMORY_ERRORS
+from partitioner.cost import MEAN_ERRORS
 from partitioner.explain.improvements import list_improvements
-from partitioner.explain.proof import explain_proof, is_covered, list_uncovered_choices
+from partitioner.explain.memory_texts import (
+    describe_lack,
+    describe_memory_error,
+    describe_other_rooms,
+    describe_tightness,
+    describe_tried_offload,
+    disk_text,
+    format_offload,
+    host_text,
+    is_tight,
+    memory_words,
+    usable_memory_text,
+)
+from partitioner.explain.proof import explain_proof, list_assumptions, list_uncovered_choices
 from partitioner.explain.stage_layers import list_stage_lines
 from partitioner.explain.tables import (
-    UNCOVERED_MARK,
     baseline_text,
     build_bar_chart,
     build_figure_grid,
@@ -21,15 +33,14 @@ from partitioner.explain.tables import (
     collective_table,
     cut_off,
     describe_outcome,
-    describe_tried_offload,
     describe_tried_rows,
+    describe_uncovered_rows,
+    divided_work_text,
     estimate_table,
     explain_expert_axis,
     explain_sequence_axis,
     format_heading,
-    format_offload,
     format_text_line,
-    host_kinds,
     indent_part,
     microbatches_text,
     other_batch_text,
@@ -40,10 +51,9 @@ from partitioner.explain.tables import (
     sharing_text,
     stage_table,
     types_text,
-    usable_memory_text,
 )
 from partitioner.explain.time_parts import KINDS, format_time_changes, time_shares, without_residue
-from partitioner.plan import NEAR, WITHOUT, Baseline, Candidate, Plan
+from partitioner.plan import LAYOUT_MEANINGS, NEAR, WITHOUT, Baseline, Candidate, Plan
 from partitioner.plans.figures import (
     AXIS_NAMES,
     COLLECTIVE_NAMES,
@@ -69,27 +79,12 @@ from partitioner.units import (
     format_plain_text,
     format_plural,
     format_ranges,
+    list_distinct_seconds_texts,
     seconds_text,
 )
 
 _SHOWN = 3  # buffers that a text names
 
-MEMORY_KINDS = {
-    "parameters": "parameters and buffers",
-    "gradients": "gradients of parameters",
-    "optimizer": "optimizer states",
-    "saved": "activations saved for backward",
-    "recomputed": "activations recomputed in backward",
-    "working": "temporary tensors of operators",
-    "flowing": "gradients of activations",
-    "gathered": "unsharded parameters and gradients of layers in use (ZeRO)",
-    "residuals": "rounding errors of compressed gradients",
-    "buffers": "buffers for sends between stages",
-}
-_OF_INFERENCE = {
-    "saved": "outputs, kept to the end of the step",
-    "gathered": "whole parameters of layers in use (ZeRO)",
-}
 _AXIS_WORDS = {  # axes of groups that are not axes of the plan's mesh
     "edp": "data-parallel ranks with the same experts",
     "etp": "ranks that divide an expert",
@@ -102,27 +97,6 @@ _NOTED = 0.01  # fraction of a step: recomputation that takes less is not mentio
 _MOST_KINDS, _LEAST_SHARE = 3, 0.01  # how many kinds of operators are named, and the least share of one that is
 _MOST_PAIRS = 8  # pairs of stages that a text lists
 _TIGHT = 0.9  # fraction of the usable memory from which memory is said to limit the plan
-
-
-_OF_ZERO_1 = {  # a rank holds gradients summed over its microbatches, and its piece of their sum over all ranks
-    "gradients": "gradients of parameters, and the rank's piece of their sum (ZeRO 1)",
-    "gathered": "parameters and gradients that ranks are exchanging (ZeRO)",
-}
-_OF_ZERO_2_AND_3 = {  # a rank holds its pieces of gradient sums from the first backward of a step on
-    "gathered": "the rank's pieces of gradient sums, and unsharded parameters and gradients of layers in use (ZeRO)",
-    "gradients": "gradients of parameters that ZeRO does not shard",
-}
-
-
-def memory_words(plan: Plan) -> dict[str, str]:
-    """Return the names under which kinds of memory are shown to users: kind -> text. The kinds have names such as
-    ``parameters`` or ``saved`` (activations kept for backward). The texts depend on whether ``plan`` is for training,
-    and on its ZeRO stage.
-    """
-    words = MEMORY_KINDS if plan.objective == "train" else {**MEMORY_KINDS, **_OF_INFERENCE}
-    if plan.objective == "train" and plan.chosen.zero >= 2:
-        return {**words, **_OF_ZERO_2_AND_3}
-    return {**words, **_OF_ZERO_1} if plan.chosen.zero == 1 else words
 
 
 def format_summary(plan: Plan) -> str:
@@ -271,14 +245,15 @@ def _explain_fit(plan: Plan) -> Iterator[RenderableType]:
     if not plan.estimate.memory:
         return
     if plan.lacking and plan.offload:
-        yield format_text_line(f"Only {format_offload(plan)}. Without it: {plan.lacking}.")
+        yield format_text_line(f"Only {format_offload(plan)}. Without it, {describe_lack(plan)}.")
     rank = fullest_rank(plan)
     peak, room = plan.estimate.memory[rank], list_usable_bytes(plan)[rank]
     needs = f"needs {memory_text(plan)}"
     stage = rank // (plan.world_size // plan.num_stages)
     where = f"the fullest rank ({rank}, on stage {stage})" if plan.world_size > 1 else "the one rank"
     if peak <= room:
-        yield format_text_line(f"Yes: {where} {needs}; {bytes_text(room - peak)} of these are left.")
+        fits = "Yes, but tight" if is_tight(plan) else "Yes"
+        yield format_text_line(f"{fits}: {where} {needs}; {bytes_text(room - peak)} of these are left.")
     elif peak <= (1 + NEAR) * room:
         margin = device_memory(plan, rank).margin
         covered = f", which the margin of {bytes_text(margin)} covers" if peak - room <= margin else ""
@@ -288,17 +263,17 @@ def _explain_fit(plan: Plan) -> Iterator[RenderableType]:
     else:
         yield format_text_line(f"No: {where} {needs}: {bytes_text(peak - room)} too much.")
     yield format_text_line(f"Usable are {usable_memory_text(plan)}.")
+    yield from map(format_text_line, filter(None, [describe_other_rooms(plan)]))
     if device_memory(plan, rank).margin:
         yield format_text_line(
-            f"The margin is for fragmentation and small errors of the estimate. {_describe_memory_error()}"
+            f"The margin is for fragmentation and small errors of the estimate. {describe_memory_error()}"
         )
-    if plan.offload:
-        held = " and ".join(", ".join(host_kinds(plan)).rsplit(", ", 1))
-        size = bytes_text(max((part.host for part in plan.estimate.stages), default=0))
-        yield format_text_line(f"In host memory are {held}: {size} of a rank at most.")
-    if "disk" in plan.offload:
-        size = bytes_text(max((part.disk for part in plan.estimate.stages), default=0))
-        yield format_text_line(f"The optimizer's states are on disk: {size} of a rank at most.")
+    if told := describe_tightness(plan):
+        yield format_text_line(told)
+    if host := host_text(plan):
+        yield format_text_line(f"In host memory: {host}.")
+    if disk := disk_text(plan):
+        yield format_text_line(f"On disk: {disk}.")
     if plan.estimate.stages:
         parts = sorted(plan.estimate.stages[stage].memory.items(), key=lambda item: -item[1])
         total = max(1, sum(size for _, size in parts))
@@ -307,17 +282,6 @@ def _explain_fit(plan: Plan) -> Iterator[RenderableType]:
         )
         words = memory_words(plan)
         yield build_bar_chart([(words.get(kind, kind), size / total, bytes_text(size)) for kind, size in parts])
-
-
-def _describe_memory_error() -> str:
-    """Return a sentence on the mean error of estimated memory in measured runs, with which the reader can judge the
-    margin."""
-    (known, num_known), (unseen, num_unseen) = MEMORY_ERRORS["known"], MEMORY_ERRORS["unseen"]
-    return (
-        f"Larger errors occur: estimated peaks were off by {format_percent(known)} on average in {num_known:,} "
-        f"published runs of other frameworks, and by {format_percent(unseen)} in {num_unseen:,} others, which were not "
-        "used to set constants of the model."
-    )
 
 
 def _describe_slowest_stage(plan: Plan) -> str:
@@ -465,10 +429,8 @@ def _explain_partition(plan: Plan, whole: Outline | None) -> Iterator[Renderable
             yield format_text_line(
                 f"{AXIS_NAMES.get(axis, axis)} parallelism ({axis}) over {format_plural(size, 'rank')}"
             )
-    over = [axis for axis in ("cp", "tp") if plan.mesh.get(axis, 1) > 1]
-    if over:  # the other axes divide samples, stages and experts: all of the work
-        divided = format_percent(plan.shares.matmul_sharded)
-        yield format_text_line(f"{divided} of the matrix-multiply work is divided over {' and '.join(over)}")
+    if divided := divided_work_text(plan):
+        yield format_text_line(divided)
     if devices := devices_text(plan):
         yield format_text_line(f"devices: {devices}")
     if links := axis_text(plan):
@@ -513,11 +475,25 @@ def _explain_weights(whole: Outline, program: Program) -> Iterator[RenderableTyp
             for way, names in ways.items():
                 yield indent_part(indent_part(Text(f"{way}: {', '.join(names)}")))
     layouts = {weight.layout for stage in whole.stages for group in stage.groups for weight in group.weights}
-    if layouts - {"R"}:
-        yield format_text_line(
-            "R: the same on every rank of tp; R': the same, with a gradient that is summed over tp; S0, S1: sharded on "
-            "dimension 0, 1. ZeRO's sharding comes on top."
-        )
+    if layouts:
+        yield format_text_line(_explain_layouts(layouts, program))
+
+
+def _explain_layouts(layouts: set[str], program: Program) -> str:
+    """Return sentences that explain the symbols ``layouts`` for how the weights of ``program`` are laid out, such as
+    ``R`` and ``S0``."""
+    over = "of tp" if program.size("tp") > 1 else "of a stage"
+    words = {
+        "R": f"R: the same on every rank {over}",
+        "R'": "R': the same on every rank of tp, with a gradient that is summed over tp",
+    }
+    told = [text for layout, text in words.items() if layout in layouts]
+    dims = sorted({layout[1:] for layout in layouts if layout[:1] == "S" and layout[1:].isdigit()})
+    if dims:
+        several = "dimensions" if len(dims) > 1 else "dimension"
+        told.append(f"{', '.join(f'S{dim}' for dim in dims)}: sharded on {several} {', '.join(dims)}")
+    zero = " ZeRO's sharding comes on top." if program.zero else ""
+    return f"{'; '.join(told)}.{zero}" if told else zero.strip()
 
 
 def _explain_communication(whole: Outline) -> Iterator[RenderableType]:
@@ -540,14 +516,9 @@ def _explain_communication(whole: Outline) -> Iterator[RenderableType]:
     reductions: dict[str, list[int]] = {}
     for stage in whole.stages:
         for moved in stage.reductions:
-            size = f"{bytes_text(moved.num_bytes)} of {moved.what} over {moved.axis} in "
-            name, buckets = COLLECTIVE_NAMES.get(moved.op, moved.op), moved.buckets
-            if moved.count > buckets:  # one transfer per microbatch, or forward and backward
-                size += (
-                    f"{format_plural(moved.count, 'transfer')} of {format_plural(buckets, 'bucket')}, in all per step"
-                )
-            else:
-                size += f"{format_plural(buckets, 'bucket')}, once per step"
+            name = COLLECTIVE_NAMES.get(moved.op, moved.op)
+            often = "in all per step" if moved.count > moved.buckets else "once per step"
+            size = f"{bytes_text(moved.num_bytes)} of {moved.what} over {moved.axis} in {moved.transfers}, {often}"
             reductions.setdefault(f"{name} of {size}", []).append(stage.index)
     for text, stages in reductions.items():
         yield format_text_line(f"{'stages' if len(stages) > 1 else 'stage'} {format_ranges(stages)}: {text}")
@@ -571,6 +542,8 @@ def _explain_alternatives(plan: Plan) -> Iterator[RenderableType]:
     yield format_text_line(candidate_counts(plan.certificate) + ".")
     told = [b for b in plan.certificate.baselines if not (b.global_batch or (b.offload and b.candidate is None))]
     yield from (format_text_line(_format_baseline(b, plan)) for b in told)
+    kinds = [f"{b.name} is {LAYOUT_MEANINGS[b.name]}." for b in told if b.name in LAYOUT_MEANINGS and b.candidate]
+    yield from map(format_text_line, kinds)
     yield from _explain_uncounted_layouts(plan)
     if other := other_batch_text(plan):
         yield format_text_line(f"A global batch {other}.")
@@ -585,11 +558,8 @@ def _explain_alternatives(plan: Plan) -> Iterator[RenderableType]:
         "time: of the best plan that was found for the row; at least: a lower bound on the step time of every plan "
         "of the row; memory: of the fullest rank."
     )
-    rows = plan.certificate.candidates
-    if note := describe_tried_rows(plan.certificate, "at least"):
-        yield format_text_line(note)
-    if not all(is_covered(row, plan.certificate) for row in rows):
-        yield format_text_line(f"{UNCOVERED_MARK.strip()} The proof of optimality does not cover these rows.")
+    notes = [describe_tried_rows(plan.certificate, "at least"), describe_uncovered_rows(plan.certificate)]
+    yield from map(format_text_line, filter(None, notes))
     yield format_text_line(
         "why_not(...), such as why_not(tp=2), says in which parts of the step time another layout differs."
     )
@@ -635,7 +605,26 @@ def _format_baseline(baseline: Baseline, plan: Plan) -> str:
         differences = format_time_changes(plan.estimate.breakdown, baseline.candidate.breakdown)
     also = baseline.candidate.status != "chosen" and baseline.candidate.zero == plan.chosen.zero == 3
     other = "; the plan is ZeRO-3, too, on another mesh" if also else ""
-    return f"{baseline.name} ({layout}): {became}{f' ({differences})' if differences else ''}{excluded}{other}"
+    told = f" ({differences})" if differences else ""
+    rows = _describe_like_rows(baseline.candidate, plan)
+    return f"{baseline.name} ({layout}): {became}{told}{excluded}{other}{rows}"
+
+
+def _describe_like_rows(candidate: Candidate, plan: Plan) -> str:
+    """Return a clause on the row of the table of layouts that has the mesh and ZeRO stage of ``candidate`` but another
+    step time, with the reason: its microbatch size or schedule. Empty if the layout itself has a row, or none is
+    alike."""
+    rows = [row for row in plan.certificate.candidates if row.step_time is not None]
+    if candidate.step_time is None or any(_get_layout(row) == _get_layout(candidate) for row in rows):
+        return ""
+    alike = [row for row in rows if candidate_text(row) == candidate_text(candidate)]
+    if not alike:
+        return ""
+    row = min(alike, key=lambda row: row.step_time or 0.0)
+    shown, _ = list_distinct_seconds_texts(row.step_time or 0.0, candidate.step_time)
+    why = f"microbatches of {format_plural(row.microbatch_size, 'sample')}"
+    why += f" under {row.schedule}" if row.schedule != candidate.schedule else ""
+    return f"; the row of this mesh in the table has {why} and takes {shown}"
 
 
 def _explain_certificate(plan: Plan) -> Iterator[RenderableType]:
@@ -659,8 +648,8 @@ def _explain_certificate(plan: Plan) -> Iterator[RenderableType]:
         nearest = min((row.bound for row in c.candidates if c.is_open(row)), default=c.bound)
         most = format_percent((c.objective - nearest) / c.objective)
         yield format_text_line(f"{c.num_open} {were} not tried and may be faster, by {most} at most.")
-    if outside := list_uncovered_choices(plan):
-        yield format_text_line("The proof does not cover these choices; plans with them may be faster:")
+    if outside := [*list_assumptions(plan), *list_uncovered_choices(plan)]:
+        yield format_text_line("The proof does not cover the following, so that another plan may be faster:")
         yield from _format_items(outside)
     if plan.estimate.simulated is not None:
         simulated, step = plan.estimate.simulated, plan.estimate.step_time

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from partitioner.explain.proof import find_lowest_open_bound
 from partitioner.explain.tables import (
     find_excluded_baseline,
     find_fewer_devices,
@@ -96,7 +97,7 @@ def _list_upper_limits(plan: Plan) -> Iterator[Improvement]:
         "recompute": _describe_less_recomputation(plan),
         "bubble": "Fewer waits for other pipeline stages per sample, by a larger global batch",
         "offload": "Fewer transfers to host memory, by more devices",
-        "optimizer": "A shorter optimizer update, by states that are sharded over more ranks",
+        "optimizer": _describe_shorter_update(plan),
     }
     for kind, words in parts.items():
         share = shares.get(kind, 0.0)
@@ -106,8 +107,24 @@ def _list_upper_limits(plan: Plan) -> Iterator[Improvement]:
     if certificate.covered_bound is not None:  # the proof does not cover the plan's schedule
         bounds = {"with this layout": plan.chosen.bound, "that the proof covers": certificate.covered_bound}
         gaps = {f"Another plan {which}": 1 - bound / certificate.objective for which, bound in bounds.items()}
+    if (row := find_lowest_open_bound(certificate)) is not None:
+        gaps[f"Another plan of the layout {candidate_text(row)} ({row.schedule}), which the proof does not cover"] = (
+            1 - row.bound / certificate.objective
+        )
     for other, gap in gaps.items():
         yield Improvement(gap, f"{other}: at most {format_percent(gap)} less, by the lower bound.")
+
+
+def _describe_shorter_update(plan: Plan) -> str:
+    """Return what would make the optimizer update of ``plan`` shorter: sharding of the states, if ranks hold the same
+    ones, or else more devices, on each of which there are fewer states."""
+    dp, cp = plan.mesh.get("dp", 1), plan.mesh.get("cp", 1)
+    sharded = (plan.chosen.dp_shard or dp) * cp if plan.chosen.zero else 1
+    where = " on the host" if "optimizer" in plan.offload else ""
+    if sharded < dp * cp:
+        how = "a wider dp_shard" if plan.chosen.zero else "zero=1"
+        return f"A shorter optimizer update{where}, by states that are sharded over more ranks ({how})"
+    return f"A shorter optimizer update{where}, by more devices, each with fewer of the states"
 
 
 def _describe_less_recomputation(plan: Plan) -> str:

@@ -9,7 +9,7 @@ from partitioner.constraints import OF_POINT
 from partitioner.plan import Candidate, Certificate, Plan
 from partitioner.plans.figures import candidate_text, schedule_text
 from partitioner.schedules.registry import SEARCHED
-from partitioner.units import format_percent, format_plural, seconds_text
+from partitioner.units import format_percent, format_plural, list_distinct_seconds_texts, seconds_text
 
 _MAIN_GAPS = ("schedule", "virtual_stages", "offload")  # constraints not covered by a proof that change step times most
 _LAST_GAPS = ("execution",)  # those that are told last
@@ -52,29 +52,59 @@ def _describe_uncovered(plan: Plan) -> str:
 
 def certificate_text(plan: Plan) -> str:
     """Return a text on what is proven of the step time of ``plan``: that no plan is faster, or by which fraction a plan
-    can be faster at most. Some schedules may not be covered by the proof; if a layout with one of them may be faster
-    than ``plan``, a further sentence names the fastest layout of this kind that was found.
+    can be faster at most. The proof may not cover some schedules. If the lower bound of a layout that it does not cover
+    is below the other bounds of the text, a last sentence gives the lowest of these bounds.
     """
-    c, covered = plan.certificate, "that the proof covers " if list_uncovered_choices(plan) else ""
-    takes, given = f"this plan takes {seconds_text(c.objective)}", constraints_clause(plan)
+    c, covered = (
+        plan.certificate,
+        f"that the proof covers{_name_fixed_schedules(plan)} " * bool(list_uncovered_choices(plan)),
+    )
+    given, open_bound = constraints_clause(plan), describe_lowest_open_bound(c)
+    told = f". {open_bound}" if open_bound else ""
     if c.covered_bound is not None:
         own = plan.chosen.bound
         gap = format_percent(max(0.0, 1 - own / c.objective)) if c.objective else "0%"
+        step, least, whole = list_distinct_seconds_texts(c.objective, own, c.covered_bound)
         return (
-            f"not proven optimal: the proof does not cover {_describe_uncovered(plan)}. Under the cost model {takes}; "
-            f"lower bounds are {seconds_text(own)} for its own layout (gap {gap}) and {seconds_text(c.covered_bound)} "
-            f"for all plans{given} that the proof covers{_compare_with_covered(c)}"
+            f"not proven optimal: the proof does not cover {_describe_uncovered(plan)}. Under the cost model this plan "
+            f"takes {step}; lower bounds are {least} for its own layout (gap {gap}) and {whole} for all "
+            f"plans{given} that the proof covers{_compare_with_covered(c)}{told}"
         )
-    rival = _find_uncovered_rival(c)
-    told = (
-        f". Not proven of {_describe_kinds(c, [rival])}: the best found takes {_format_rival_times(rival)}"
-        if rival
-        else ""
-    )
     if c.gap <= _PROVEN:
         return f"{_describe_proven(plan)}: none takes less than {seconds_text(c.bound)} under the cost model{told}"
-    least = f"a plan{given} {covered}takes {seconds_text(c.bound)} or more"
-    return f"gap {format_percent(c.gap)} under the cost model: {takes}, {least}{told}"
+    step, least = list_distinct_seconds_texts(c.objective, c.bound)
+    return (
+        f"gap {format_percent(c.gap)} under the cost model: this plan takes {step}, a plan{given} {covered}takes "
+        f"{least} or more{told}"
+    )
+
+
+def find_lowest_open_bound(certificate: Certificate) -> Candidate | None:
+    """Return the layout with the lowest lower bound among those that were tried and that the proof of optimality in
+    ``certificate`` does not cover, if this bound is below the step time of the plan, the bound of its own layout and
+    the bound for all covered plans; otherwise ``None``."""
+    chosen = next((row for row in certificate.candidates if row.status == "chosen"), None)
+    known = [certificate.objective * (1 - _ROUNDING), certificate.covered_bound or certificate.bound]
+    known += [chosen.bound] if chosen is not None and chosen.bound else []
+    tried = [row for row in certificate.candidates if row.status == "solved" and not is_covered(row, certificate)]
+    lowest = min((row for row in tried if row.bound), key=lambda row: row.bound, default=None)
+    return lowest if lowest is not None and lowest.bound < min(known) * (1 - _ROUNDING) else None
+
+
+def describe_lowest_open_bound(certificate: Certificate) -> str:
+    """Return a sentence without a full stop on the lowest lower bound of all layouts that were tried, if the proof of
+    optimality does not cover its layout and it is below all other bounds of the proof; otherwise an empty text.
+    ``certificate``: the results of the search."""
+    row = find_lowest_open_bound(certificate)
+    if row is None:
+        return ""
+    least, found = list_distinct_seconds_texts(row.bound, _get_seconds(row))
+    less = format_percent(1 - row.bound / certificate.objective)
+    return (
+        f"Of all layouts that were tried, the lowest bound is {least}, {less} less than this plan takes: "
+        f"{candidate_text(row)} ({row.schedule}), which the proof does not cover; the best plan found for it takes "
+        f"{found}"
+    )
 
 
 def _compare_with_covered(certificate: Certificate) -> str:
@@ -94,8 +124,26 @@ def _describe_proven(plan: Plan) -> str:
     if not list_uncovered_choices(plan):
         return f"proven optimal, fastest of all plans{given}"
     schedules = ", ".join(SEARCHED).upper()
-    which = f" (one stage on each rank: {schedules})" if "schedule" in plan.certificate.beyond else ""
+    uncovered = "schedule" in plan.certificate.beyond
+    which = f" (one stage on each rank: {schedules})" if uncovered else _name_fixed_schedules(plan)
     return f"proven fastest of the plans{given} that the proof covers{which}"
+
+
+def _name_fixed_schedules(plan: Plan) -> str:
+    """Return a clause that names the schedules that the proof of optimality covers, such as `` (schedules interleaved
+    and zb-1p, 8 virtual stages on each rank)``, if the user fixed the schedule or the number of virtual stages;
+    otherwise an empty text."""
+    given, certificate = plan.constraints.given, plan.certificate
+    if "schedule" in certificate.beyond or not given.keys() & {"schedule", "virtual_stages"}:
+        return ""
+    rows = [row for row in certificate.candidates if not row.beside and row.mesh.get("pp", 1) > 1]
+    names = sorted({row.schedule for row in rows})
+    stages = sorted({row.virtual_stages for row in rows})
+    if not names:
+        return ""
+    word = "schedule" if len(names) == 1 else "schedules"
+    each = f", {stages[0]} virtual stages on each rank" if len(stages) == 1 and stages[0] > 1 else ""
+    return f" ({word} {' and '.join(names)}{each})"
 
 
 def constraints_clause(plan: Plan) -> str:
@@ -113,7 +161,10 @@ def explain_proof(plan: Plan) -> Iterator[str]:
     """Yield sentences that say what is proven of the step time of ``plan`` compared with all other plans, and what is
     not proven.
     """
-    c, covered = plan.certificate, "that the proof covers " if list_uncovered_choices(plan) else ""
+    c, covered = (
+        plan.certificate,
+        f"that the proof covers{_name_fixed_schedules(plan)} " * bool(list_uncovered_choices(plan)),
+    )
     if c.covered_bound is not None:
         yield f"It is not proven optimal: the proof does not cover {_describe_uncovered(plan)}."
         least = _compare_bound(c.covered_bound, c.objective, "covered plan")
@@ -123,8 +174,11 @@ def explain_proof(plan: Plan) -> Iterator[str]:
     elif c.gap <= _PROVEN:
         yield f"It is {_describe_proven(plan)}: none takes less under the cost model."
     else:
-        least = f"the lower bound for plans{constraints_clause(plan)} {covered}is {seconds_text(c.bound)}"
+        bound, _ = list_distinct_seconds_texts(c.bound, c.objective)
+        least = f"the lower bound for plans{constraints_clause(plan)} {covered}is {bound}"
         yield f"It is not proven optimal: {least}, {format_percent(c.gap)} less than this plan takes."
+    if open_bound := describe_lowest_open_bound(c):
+        yield f"{open_bound}."
     if c.beyond.keys() & _UNCOVERED_KINDS.keys():
         yield from _explain_uncovered_layouts(c)
 
@@ -155,8 +209,8 @@ def _explain_uncovered_layouts(certificate: Certificate) -> Iterator[str]:
         f"{format_plural(meshes, 'mesh', 'meshes')} {'was' if len(found) == 1 else 'were'} tried."
     )
     others = [row for row in found if row.status != "chosen"]
-    if others:
-        best = min(others, key=_get_seconds)
+    best = min(others, key=_get_seconds, default=None)
+    if best is not None and best is not find_lowest_open_bound(certificate):
         yield (
             f"The best {other}one found is {candidate_text(best)} ({best.schedule}). It takes "
             f"{_format_rival_times(best)}."
@@ -195,8 +249,8 @@ def _format_rival_times(rival: Candidate) -> str:
     """Return the step time and the lower bound of ``rival`` as text, such as ``7.41 s, and the bound for its layout is
     5.45 s``. ``rival``: a layout (mesh, schedule, ZeRO stage) that may be faster than the chosen plan.
     """
-    bound = f", and the bound for its layout is {seconds_text(rival.bound)}" if rival.bound else ""
-    return f"{seconds_text(_get_seconds(rival))}{bound}"
+    seconds, least = list_distinct_seconds_texts(_get_seconds(rival), rival.bound)
+    return seconds + (f", and the bound for its layout is {least}" if rival.bound else "")
 
 
 def _compare_bound(bound: float, objective: float, what: str) -> str:
@@ -206,7 +260,7 @@ def _compare_bound(bound: float, objective: float, what: str) -> str:
     """
     faster = 1 - bound / objective if objective else 0.0
     most = f" by more than {format_percent(faster)}" if faster > _PROVEN else ""
-    return f"{seconds_text(bound)}, so no {what} is faster{most}."
+    return f"{list_distinct_seconds_texts(bound, objective)[0]}, so no {what} is faster{most}."
 
 
 def list_uncovered_choices(plan: Plan) -> list[str]:
@@ -227,10 +281,23 @@ def list_uncovered_choices(plan: Plan) -> list[str]:
     return list(dict.fromkeys([*found, *(beyond[name] for name in names)]))
 
 
+def list_assumptions(plan: Plan) -> list[str]:
+    """Return a sentence for each assumption on the data of a step under which the times and the memory of ``plan``, and
+    the proof that it is optimal, hold."""
+    limits = plan.certificate.limits
+    if limits is None or not limits.experts:
+        return []
+    return [
+        "Experts are assumed to get equally many tokens: if some get more, a step takes more time and memory, and "
+        "another plan may be the fastest."
+    ]
+
+
 def list_main_uncovered_choices(plan: Plan) -> list[str]:
     """Return the two most important sentences on choices (such as schedules) for which the proof that ``plan`` is
-    optimal does not hold, and, if there are more, a sentence with the number of the others.
+    optimal does not hold, after the assumptions of its costs. If there are more choices, a last sentence has their
+    number.
     """
     told = list_uncovered_choices(plan)
     more = len(told) - _TOLD_GAPS
-    return [*told[:_TOLD_GAPS], *([f"explain() names {more} more."] if more > 0 else [])]
+    return [*list_assumptions(plan), *told[:_TOLD_GAPS], *([f"explain() names {more} more."] if more > 0 else [])]

@@ -17,6 +17,15 @@ from rich.table import Table
 from rich.text import Text
 
 from partitioner.execution_profile import OURS
+from partitioner.explain.memory_texts import (
+    describe_lack,
+    describe_tried_offload,
+    disk_text,
+    fit_text,
+    format_offload,
+    host_text,
+    usable_memory_text,
+)
 from partitioner.explain.proof import certificate_text, is_covered, list_main_uncovered_choices
 from partitioner.optimizers import OPTIMIZERS
 from partitioner.passes.dtypes import get_dtype_itemsize, sum_type
@@ -27,10 +36,8 @@ from partitioner.plans.figures import (
     COLLECTIVE_NAMES,
     bubble_text,
     candidate_text,
-    device_memory,
     fullest_rank,
     list_usable_bytes,
-    memory_text,
     mesh_text,
     schedule_text,
     share_of_usable,
@@ -41,7 +48,6 @@ from partitioner.runtime.program.mesh import hybrid_mesh
 from partitioner.runtime.program.program import Program, StateData
 from partitioner.simulate.weight_precision import common_precision
 from partitioner.topology import Topology
-from partitioner.topology.hosts import can_offload
 from partitioner.units import (
     bytes_text,
     count_text,
@@ -49,6 +55,7 @@ from partitioner.units import (
     format_percent,
     format_plural,
     format_ranges,
+    list_distinct_seconds_texts,
     seconds_text,
 )
 
@@ -182,7 +189,7 @@ def _shorten_dtype(dtype: str) -> str:
 
 
 _FORWARD_HEAD, _BACKWARD_HEAD = ("forward\nper step", True), ("backward\nper step", True)  # titles of columns
-_PLACES = 4  # digits of the step times of layouts, which may differ little
+STEP_PLACES = 4  # digits of the step times of layouts, which may differ little
 _MOST_CANDIDATES = 12
 
 STATUS_WORDS = {
@@ -199,6 +206,7 @@ _COUNTED = {  # words in a list of outcomes: for one candidate, for several
     "bounded": ("ruled out by a lower bound on its time", "ruled out by lower bounds on their time"),
     "infeasible": ("does not fit in memory", "do not fit in memory"),
 }
+_VARYING = "; layouts with other numbers of communication groups have more or less"
 _NO_PLAN = "not possible"  # for another reason than lack of memory
 UNCOVERED_MARK = " *"  # after the outcome of a layout that the proof does not cover
 _EXECUTION = {  # execution mode -> how ranks execute instructions
@@ -268,6 +276,14 @@ def describe_tried_rows(certificate: Certificate, bound: str) -> str:
     )
 
 
+def describe_uncovered_rows(certificate: Certificate) -> str:
+    """Return a note, below a table of layouts, that explains the mark of layouts that the proof of optimality does not
+    cover; empty if it covers all. ``certificate``: the results of the search."""
+    if all(is_covered(row, certificate) for row in certificate.candidates):
+        return ""
+    return f"{UNCOVERED_MARK.strip()} The proof of optimality does not cover these rows."
+
+
 def format_heading(text: str) -> Text:
     """Return ``text`` in bold, as the heading of a section of a text report."""
     return Text(text, style="bold")
@@ -329,20 +345,18 @@ def build_figure_grid(plan: Plan, time: str) -> Padding:
         parts = sum(plan.data_shares) or plan.num_microbatches * plan.mesh.get("dp", 1)
         length = f", {plan.tokens_per_step // batch:,} tokens each" if plan.tokens_per_step else ""
         samples = f" of {format_plural(batch // max(1, parts), 'sample')}, global batch {batch:,}{length}"
-    over = [axis for axis in ("cp", "tp") if plan.mesh.get(axis, 1) > 1]
-    divided = format_percent(plan.shares.matmul_sharded) if over else ""  # the other axes divide all work
     rows = [
-        ("without host memory", plan.lacking if plan.offload else ""),
+        ("without host memory", describe_lack(plan) if plan.lacking and plan.offload else ""),
         ("planned, not executed", f"{', '.join(plan.planned_only)}: figures only" if plan.planned_only else ""),
         ("execution profile", plan.profile.name if plan.profile.differences else ""),
-        ("mesh", f"{mesh_text(plan.mesh)} ({format_plural(plan.world_size, 'rank')}) on {plan.topology.name}"),
+        ("mesh", f"{mesh_text(plan.mesh)} ({_describe_ranks(plan)}) on {plan.topology.name}"),
         ("devices", devices_text(plan)),
         ("links", axis_text(plan)),
         ("bandwidth", bandwidth_text(plan)),
         ("microbatches", f"{microbatches_text(plan)}{samples}"),
         ("schedule", schedule_text(plan)),
         ("objective", plan.objective + (f", {plan.optimizer}" if plan.objective == "train" else "")),
-        ("precision", plan.precision or "as the parameters are"),
+        ("precision", precision_text(plan)),
         ("types", types_text(plan)),
         ("sharding", sharing_text(plan)),
         ("recompute", recomputed_text(plan)),
@@ -355,11 +369,11 @@ def build_figure_grid(plan: Plan, time: str) -> Padding:
         ("with offload", offload_alternative_text(plan)),
         ("MFU", mfu_text(plan)),
         ("bubble", waiting_text(plan)),
-        ("memory", memory_text(plan) + (f", rank {fullest} is the fullest" if plan.world_size > 1 else "")),
-        ("usable memory", usable_memory_text(plan)),
+        ("memory", fit_text(plan) + (f", rank {fullest} is the fullest" if plan.world_size > 1 else "")),
+        ("usable memory", usable_memory_text(plan) + (_VARYING if plan.lacking and plan.offload else "")),
         ("host memory", host_text(plan)),
         ("disk", disk_text(plan)),
-        ("work divided", f"{divided} of the matrix-multiply work over {' and '.join(over)}" if divided else ""),
+        ("work divided", divided_work_text(plan)),
         ("certificate", certificate_text(plan)),
         ("constraints", constraint_cost_text(plan)),
         ("not covered", " ".join(list_main_uncovered_choices(plan))),
@@ -367,6 +381,36 @@ def build_figure_grid(plan: Plan, time: str) -> Padding:
         ("search", cut_off(certificate)),
     ]
     return build_pair_grid([(name, value) for name, value in rows if value])
+
+
+def _describe_ranks(plan: Plan) -> str:
+    """Return the number of ranks of ``plan`` as text. If experts are spread over ranks, the text says that the mesh
+    axis ``ep`` adds none."""
+    inside = [axis for axis in ("dp", "cp", "tp") if plan.mesh.get(axis, 1) > 1]
+    spread = f"; ep is a part of {' × '.join(inside)}" if plan.mesh.get("ep", 1) > 1 and inside else ""
+    return format_plural(plan.world_size, "rank") + spread
+
+
+def precision_text(plan: Plan) -> str:
+    """Return the precision of the computation of ``plan`` as text: the one that was asked for, or the type of most
+    weights."""
+    if plan.precision:
+        return plan.precision
+    kept = common_precision(plan.written) if plan.written is not None else ""
+    return f"{kept}, the type of most parameters" if kept else "that of the parameters"
+
+
+def divided_work_text(plan: Plan) -> str:
+    """Return a text that says which fraction of the FLOPs of matrix products the ranks of ``tp`` and ``cp`` divide
+    among them; empty if these axes have one rank. The other axes divide samples, stages and experts: all of the
+    work."""
+    over = [axis for axis in ("cp", "tp") if plan.mesh.get(axis, 1) > 1]
+    if not over:
+        return ""
+    share = plan.shares.matmul_sharded
+    rest = "" if share > 1 - 5e-4 else "; every rank computes the rest"
+    axes, verb = " and ".join(over), "divide" if len(over) > 1 else "divides"
+    return f"{axes} {verb} {format_percent(share)} of the FLOPs of matrix products{rest}"
 
 
 def execution_text(plan: Plan) -> str:
@@ -401,7 +445,8 @@ def mfu_text(plan: Plan) -> str:
     """
     mfu, peak = plan.estimate.mfu, _find_peak_rate(plan)
     rates = f", {format_digits(mfu * peak / 1e12)} of {peak_rate_text(plan)} per device" if peak else ""
-    return f"{format_percent(mfu)}{rates}: the FLOPs of the model, without recomputation"
+    masked = "; of attention only the pairs that the mask leaves, half of all if it is causal"
+    return f"{format_percent(mfu)}{rates}: the FLOPs of the model, without recomputation{masked}"
 
 
 def peak_rate_text(plan: Plan) -> str:
@@ -516,10 +561,13 @@ def per_sample_text(plan: Plan, global_batch: int, seconds: float) -> str:
 
 def sharing_text(plan: Plan) -> str:
     """Return a text on how ``plan`` shards optimizer states, gradients and parameters over data-parallel ranks: the
-    ZeRO stage, what is sharded, and the number of ranks; empty without training.
+    ZeRO stage, what is sharded, and the number of ranks; empty without training, or if no two ranks have the same
+    states, so that there is nothing to shard.
     """
     if plan.objective != "train":
         return ""
+    if plan.mesh.get("dp", 1) * plan.mesh.get("cp", 1) == 1 and not plan.chosen.zero:
+        return ""  # no ranks have the same states
     zero, replicas = plan.chosen.zero, plan.mesh.get("dp", 1) // (plan.chosen.dp_shard or plan.mesh.get("dp", 1))
     ranks = plan.mesh.get("dp", 1) // replicas * plan.mesh.get("cp", 1)
     if not zero or ranks == 1:
@@ -593,52 +641,6 @@ def _format_recomputed(stage: StageEstimate) -> str:
     return ", ".join(filter(None, (whole, part))) or "nothing"
 
 
-def host_text(plan: Plan) -> str:
-    """Return a text on the data that ranks of ``plan`` keep in host memory instead of device memory: the kinds of data,
-    such as optimizer states, and the bytes of the rank with the most. Empty without such offload.
-    """
-    most = max((stage.host for stage in plan.estimate.stages), default=0)
-    return f"{' + '.join(host_kinds(plan))}: {bytes_text(most)} per rank" if plan.offload else ""
-
-
-def host_kinds(plan: Plan | Baseline) -> list[str]:
-    """Return names for the kinds of data that ``plan`` keeps in host memory, such as ``activations``. If the optimizer
-    runs on the host and its states are on disk, ``optimizer`` is replaced by the data that the host still keeps: the
-    optimizer's parameters and gradients.
-    """
-    kinds = [kind for kind in plan.offload if kind != "disk"]
-    steps = "the optimizer's parameters and gradients"
-    return [steps if kind == "optimizer" and "disk" in plan.offload else kind for kind in kinds]
-
-
-def format_offload(plan: Plan | Baseline) -> str:
-    """Return a phrase for the offload of ``plan``, such as ``with optimizer and activations in host memory``; empty
-    without offload.
-    """
-    disk = ", its states on disk" if "disk" in plan.offload else ""
-    return f"with {' and '.join(host_kinds(plan))} in host memory{disk}" if plan.offload else ""
-
-
-def describe_tried_offload(plan: Plan) -> str:
-    """Return a phrase on the offload with which the search of ``plan`` tried layouts, such as ``without offload to host
-    memory``. It is for a message on a layout that does not fit and might fit with more offload. Empty if no more
-    offload is possible, or if the user fixed the offload.
-    """
-    if plan.constraints.offload is not None or "parameters" in plan.offload or not can_offload(plan.topology):
-        return ""
-    if not plan.offload:
-        return "without offload to host memory"
-    return f"with only {' and '.join(host_kinds(plan))} in host memory"
-
-
-def disk_text(plan: Plan) -> str:
-    """Return a text with the bytes of optimizer states that a rank of ``plan`` keeps on disk, for the rank that keeps
-    most there; empty if they are not on disk.
-    """
-    most = max((stage.disk for stage in plan.estimate.stages), default=0)
-    return f"optimizer states: {bytes_text(most)} per rank" if "disk" in plan.offload else ""
-
-
 def bandwidth_text(plan: Plan) -> str:
     """Return the bandwidth per device of each kind of link in the topology of ``plan``, if all devices transfer at
     once, for example ``nvlink4 450 GB/s, ib-ndr 50 GB/s per device and direction``; empty for one rank.
@@ -655,25 +657,6 @@ def _find_batch_size(plan: Plan) -> int:
         return plan.global_batch
     inputs = plan.written.inputs
     return next((i.shape[i.batch_dim] for i in inputs if i.batch_dim is not None and i.shape), 0)
-
-
-def usable_memory_text(plan: Plan) -> str:
-    """Return a text that derives the usable memory of the fullest rank of ``plan`` from its device's memory, for
-    example ``79.6 GiB of the device, less 1.4 GiB reserved and 3.91 GiB of margin (memory_margin 5%)``; empty if the
-    plan has no memory estimate.
-    """
-    if not plan.estimate.memory:
-        return ""
-    parts, margin = device_memory(plan, fullest_rank(plan)), plan.constraints.memory_margin
-    less = [
-        (parts.reserved, "reserved"),
-        (parts.groups, "for communication groups"),
-        (parts.margin, f"of margin (memory_margin {100 * margin:g}%)"),
-    ]
-    words = [f"{bytes_text(size)} {what}" for size, what in less if size]
-    told = " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-    asked = "" if margin else "; no margin was asked for"
-    return f"{bytes_text(parts.device)} of the device" + (f", less {told}" if told else "") + asked
 
 
 def cut_off(certificate: Certificate) -> str:
@@ -787,8 +770,8 @@ def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
             candidate_text(candidate),
             str(candidate.microbatch_size),
             candidate.schedule,
-            seconds_text(candidate.step_time, _PLACES) if candidate.step_time is not None else "",
-            seconds_text(candidate.bound, _PLACES) if candidate.bound else "",
+            seconds_text(candidate.step_time, STEP_PLACES) if candidate.step_time is not None else "",
+            seconds_text(candidate.bound, STEP_PLACES) if candidate.bound else "",
             _format_candidate_memory(candidate, plan),
             Text(outcome),
             style="bold" if candidate.status == "chosen" else None,
@@ -895,10 +878,11 @@ def describe_outcome(candidate: Candidate, chosen: float, unhosted: str = "") ->
         ratio = candidate.step_time / chosen if chosen else 1.0
         more = f"{format_digits(ratio, 2)} times as long" if ratio >= 2 else f"{format_percent(abs(ratio - 1))} "
         more += "" if ratio >= 2 else "more" if ratio >= 1 else "less"
-        return f"takes {seconds_text(candidate.step_time)}, {more}{why}"
+        return f"takes {list_distinct_seconds_texts(candidate.step_time, chosen)[0]}, {more}{why}"
+    least, _ = list_distinct_seconds_texts(candidate.bound, chosen)
     if candidate.bound < chosen * (1 - _ROUNDING):
-        return f"was not tried; it takes {seconds_text(candidate.bound)} or more, so it may be faster{why}"
-    return f"takes {seconds_text(candidate.bound)} or more, so it was ruled out{why}"
+        return f"was not tried; it takes {least} or more, so it may be faster{why}"
+    return f"takes {least} or more, so it was ruled out{why}"
 
 
 _ALGORITHMS = {

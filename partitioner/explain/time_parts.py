@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from partitioner.plan import Plan
-from partitioner.units import seconds_text
+from partitioner.units import list_distinct_seconds_texts, seconds_text
 
 KINDS = {
     "compute": "computation",
@@ -70,7 +70,7 @@ def time_changes(old: Mapping[str, float], new: Mapping[str, float], most: int =
     changes = list_time_changes(old, new)[:most]
     old, new = without_residue(old), without_residue(new)
     for kind, change in changes:
-        was, now = seconds_text(old.get(kind, 0.0)), seconds_text(new.get(kind, 0.0))
+        was, now = list_distinct_seconds_texts(old.get(kind, 0.0), new.get(kind, 0.0))
         yield f"{KINDS.get(kind, kind)}: {_format_change(change)} ({was} → {now})"
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from partitioner.api import partition
 from partitioner.constraints import Constraints
 from partitioner.errors import CapacityError
-from partitioner.explain.explain import memory_words
+from partitioner.explain.memory_texts import memory_words
 from partitioner.explain.tables import build_bar_chart, build_empty_table, format_heading, format_text_line
 from partitioner.explain.time_parts import time_shares
 from partitioner.interop.layout import ContradictionError, TrainingLayout, UnusedOption, divide_layers

@@ -165,7 +165,7 @@ def bubble_text(plan: Plan) -> str:
     if plan.num_stages == 1 and not plan.data_shares and not shares.slowest:
         return ""
     text = f"{format_percent(shares.slowest)} on the slowest rank"
-    return text if shares.mean is None else f"{text}, {format_percent(shares.mean)} on the mean rank"
+    return text if shares.mean is None else f"{text}, {format_percent(shares.mean)} on average over the ranks"
 
 
 def _format_bubble_figure(plan: Plan) -> tuple[str, str]:
@@ -176,7 +176,7 @@ def _format_bubble_figure(plan: Plan) -> tuple[str, str]:
         return "bubble", ""
     if shares.mean is None:
         return "bubble, slowest rank", format_percent(shares.slowest)
-    return "bubble, slowest and mean rank", f"{format_percent(shares.slowest)}, {format_percent(shares.mean)}"
+    return "bubble, slowest rank and average", f"{format_percent(shares.slowest)}, {format_percent(shares.mean)}"
 
 
 def key_figures(plan: Plan) -> list[tuple[str, str]]:

@@ -22,7 +22,7 @@ from partitioner.runtime.program.instructions import Instruction, count_repetiti
 from partitioner.runtime.program.program import CallData, Program, Stage
 from partitioner.runtime.program.sharded_buckets import count_gradient_shards, list_all_reduce_axes, zero_axes
 from partitioner.runtime.program.state_bytes import state_sizes
-from partitioner.units import bytes_text
+from partitioner.units import bytes_text, format_plural
 
 
 def group_notes(calls: CallGroup) -> list[str]:
@@ -145,6 +145,13 @@ class CollectiveTotal:
     even: bool = True
     what: str = ""
     buckets: int = 0
+
+    @property
+    def transfers(self) -> str:
+        """The transfers of buckets as text: ``4 buckets`` if each is transferred once, and ``64 transfers of 4
+        buckets`` if buckets are transferred several times in a step, such as once for each microbatch."""
+        buckets = format_plural(self.buckets, "bucket")
+        return f"{format_plural(self.count, 'transfer')} of {buckets}" if self.count > self.buckets else buckets
 
     def amount(self, calls: int = 1) -> str:
         """Return the number and the size of these collectives in one block call (such as a layer) as text:
@@ -337,14 +344,14 @@ def describe_block(program: Program, name: str) -> str:
     program.
 
     A block that needs totals over the whole batch, such as the number of targets, is two blocks in the program. The
-    first computes the totals before the pipeline starts, and is called ``batch totals for`` the undivided block. The
-    second does the rest; it gets the name of the undivided block.
+    first computes the totals before the pipeline starts, and is called ``sums over the batch for`` the undivided block.
+    The second does the rest; it gets the name of the undivided block.
 
     A block that computes values for several layers, and that is not a module of the model, is called ``layer inputs``,
     with the path of the module that has most of its operators: ``layer inputs (model.rotary_emb)``.
     """
     if name.endswith(TOTALS):
-        return f"batch totals for {name.removesuffix(TOTALS)}"
+        return f"sums over the batch for {name.removesuffix(TOTALS)}"
     if _is_common(program, name):
         paths = Counter(str(node["path"]) for node in program.blocks[name].nodes if node.get("path"))
         return f"layer inputs ({paths.most_common(1)[0][0]})" if paths else "layer inputs"

@@ -9,6 +9,7 @@ import contextlib
 import json
 import math
 import re
+import textwrap
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -161,15 +162,22 @@ def _read_from_hub(name: str) -> dict[str, Any]:
     except PartitionError:
         raise
     except Exception as error:
-        said = " ".join(str(error).split())
+        said = _read_first_sentence(str(error))
         raise HubError(
             f"there is no folder {name}, and its configuration cannot be read from the Hugging Face hub "
-            f"({said[:200]}); "
+            f"({said}); "
             "download the model's folder, or only its config.json, and give the path"
         ) from None
     if not isinstance(data, dict) or not data:
         raise HubError(f"the hub has no {CONFIG} for {name}; give the name of a model of transformers")
     return data
+
+
+def _read_first_sentence(text: str) -> str:
+    """Return the first sentence of ``text``, an error message, on one line and without its full stop; the words after
+    the first 300 characters are left out."""
+    sentence = re.split(r"(?<=[.!?])\s", " ".join(text.split()))[0].rstrip(".")
+    return textwrap.shorten(sentence, 300, placeholder=" ...")
 
 
 def _parse_configuration(

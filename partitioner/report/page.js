@@ -50,7 +50,7 @@
     const frame = figure.querySelector(".frame"), svg = frame.querySelector("svg"), details = figure.querySelector(".details");
     const box = svg.getBBox(), margin = 12;
     const whole = { x: box.x - margin, y: box.y - margin, w: box.width + 2 * margin, h: box.height + 2 * margin };
-    const readable = 0.8, most = 12;
+    const readable = 0.8, small = 0.6, most = 12;
     let k = 1, x = whole.x, y = whole.y;
     frame.classList.add("live");
     svg.setAttribute("preserveAspectRatio", "xMinYMin meet");
@@ -64,16 +64,20 @@
       svg.setAttribute("viewBox", `${x} ${y} ${w} ${h}`);
       frame.dataset.zoom = k.toFixed(3);
     };
+    // a picture is shown in its full width where its text is not too small then
+    const least = () => Math.min(readable, Math.max(small, frame.clientWidth / whole.w));
     const size = () => {
       if (document.fullscreenElement === figure) return;
-      const scale = Math.min(1.25, Math.max(readable, frame.clientWidth / whole.w));
+      const scale = Math.min(1.25, Math.max(least(), frame.clientWidth / whole.w));
       frame.style.height = `${Math.min(whole.h * scale + 2, Math.max(320, innerHeight * 0.7))}px`;
     };
     const start = () => {
       size();
-      k = clamp(fit(), readable, 1.25);
+      k = clamp(fit(), least(), 1.25);
       x = whole.x; y = whole.y;
       place();
+      const cut = whole.w * k > frame.clientWidth + 2 || whole.h * k > frame.clientHeight + 2;
+      figure.querySelector(".cut").hidden = !cut;
     };
     const zoom = (factor, px = frame.clientWidth / 2, py = frame.clientHeight / 2) => {
       const ux = x + px / k, uy = y + py / k;

@@ -16,7 +16,7 @@ from xml.etree import ElementTree as ET
 from partitioner.draw import draw
 from partitioner.draw.topology import draw_topology
 from partitioner.explain.explain import explain_parts, summary_parts
-from partitioner.explain.tables import candidate_counts, describe_tried_rows
+from partitioner.explain.tables import candidate_counts, describe_tried_rows, describe_uncovered_rows
 from partitioner.passes.errors import PartitionError
 from partitioner.plan import Plan
 from partitioner.plans.figures import key_figures, picture_title
@@ -247,8 +247,8 @@ def _build_candidates(plan: Plan, left_out: list[str]) -> list[ET.Element]:
     )
     status = build_element("span", class_="found", role="status")
     tools = build_element("div", choice, status, class_="tools")
-    note = describe_tried_rows(plan.certificate, "lower bound")
-    below = [build_element("p", note)] if note else []
+    notes = [describe_tried_rows(plan.certificate, "lower bound"), describe_uncovered_rows(plan.certificate)]
+    below = [build_element("p", note) for note in notes if note]
     return [build_element("p", ". ".join(filter(None, words))), tools, *build_candidate_tables(plan), *below]
 
 
@@ -260,7 +260,7 @@ def _build_answers(plan: Plan) -> list[ET.Element]:
         "The answers of plan.why_not() for single constraints, from the candidates of the search. "
         'Where the table says "needs the model", plan.why_not(..., model=model) plans the job again.'
     )
-    return [build_element("p", words), build_why_not_table(plan)]
+    return [build_element("p", words), *build_why_not_table(plan)]
 
 
 def _build_operators(plan: Plan, left_out: list[str]) -> list[ET.Element]:
@@ -273,7 +273,8 @@ def _build_operators(plan: Plan, left_out: list[str]) -> list[ET.Element]:
     costs = list_operator_costs(plan)
     words = (
         "Kernels alone, forward and backward, without communication, recomputation and the time in which a device "
-        "waits for the host. Equal blocks share a row, under the path of the first."
+        "waits for the host. FLOPs and bytes of a call count its forward and its backward. Equal blocks share a row, "
+        "under the path of the first."
     )
     if len(costs) > MOST_OPERATORS:
         left_out.append(f"Of the operators: the {len(costs) - MOST_OPERATORS:,} that take least.")

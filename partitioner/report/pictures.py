@@ -152,9 +152,11 @@ def build_figure(picture: Embedded, view: str, title: str) -> ET.Element:
     frame = build_element(
         "div", picture.drawing, class_="frame", tabindex="0", role="group", aria_label=hint, data_view=view
     )
+    cut = "Only a part of the picture is in the frame: drag it to move, or press Fit."
+    hidden = build_element("p", cut, class_="cut", hidden="hidden")
     details = build_element("pre", "Point at, or tap, a part of the picture.", class_="details", aria_live="polite")
     caption = build_element("figcaption", build_element("strong", picture.title), f" {picture.notes}")
-    return build_element("figure", tools, caption, legend, frame, details, class_="picture")
+    return build_element("figure", tools, caption, legend, hidden, frame, details, class_="picture")
 
 
 def format_picture_styles() -> str:

@@ -9,12 +9,13 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 from partitioner.advise.why_not import WhyNot, format_asked_constraints
-from partitioner.explain.tables import best_first, fullest_bytes, status_word
+from partitioner.explain.proof import is_covered
+from partitioner.explain.tables import STEP_PLACES, UNCOVERED_MARK, best_first, fullest_bytes, status_word
 from partitioner.passes.errors import PartitionError
 from partitioner.plan import Candidate, Plan
 from partitioner.plans.figures import candidate_text
 from partitioner.report.html import Cell, build_element, build_table
-from partitioner.units import bytes_text, format_percent, seconds_text
+from partitioner.units import bytes_text, format_percent, list_distinct_seconds_texts, seconds_text
 
 MOST_CANDIDATES = 400  # rows of the tables of candidates
 _BEST_CANDIDATES = 12  # rows that are shown at first; a few more are shown, too, rather than folded
@@ -29,12 +30,13 @@ _MOST_REASON = 240  # characters of a reason in a row
 
 _ASKED = ("pp", "dp", "cp", "tp", "ep", "zero", "microbatch_size", "schedule", "virtual_stages")
 _VERDICTS = {
-    "slower": "slower",
+    "slower": "the best found is slower",
     "faster": "faster",
     "bounded": "cannot be faster",
     "infeasible": "not possible",
     "unknown": "needs the model",
 }
+_COVERED_ONLY = f"covered plans cannot be faster{UNCOVERED_MARK}"  # the bound does not hold for all plans of the row
 _LAST = math.inf  # sort key of a cell without a number: it comes last
 
 
@@ -91,6 +93,7 @@ def _list_candidate_cells(candidate: Candidate, plan: Plan) -> list[Cell]:
     if candidate.status == "chosen":
         memory = fullest_bytes(plan)
     outcome = status_word(candidate, plan.certificate)
+    outcome += "" if is_covered(candidate, plan.certificate) else UNCOVERED_MARK
     reason = f"{outcome}: {candidate.reason[:_MOST_REASON]}" if candidate.reason else outcome
     seconds = plan.estimate.step_time if candidate.status == "chosen" else candidate.step_time
     ratio = seconds / plan.estimate.step_time - 1 if seconds is not None and plan.estimate.step_time else None
@@ -98,9 +101,9 @@ def _list_candidate_cells(candidate: Candidate, plan: Plan) -> list[Cell]:
         candidate_text(candidate),
         (float(candidate.microbatch_size), str(candidate.microbatch_size)),
         candidate.schedule,
-        (_LAST, "") if seconds is None else (seconds, seconds_text(seconds)),
+        (_LAST, "") if seconds is None else (seconds, seconds_text(seconds, STEP_PLACES)),
         (_LAST, "") if ratio is None else (ratio, _format_change(ratio)),
-        (candidate.bound or _LAST, seconds_text(candidate.bound) if candidate.bound else ""),
+        (candidate.bound or _LAST, seconds_text(candidate.bound, STEP_PLACES) if candidate.bound else ""),
         (_LAST, "") if memory is None else (float(memory), bytes_text(memory)),
         (outcome, reason),
     ]
@@ -157,48 +160,55 @@ def _measure_distance(own: Any, value: Any) -> tuple[float, str]:
     return 0.0, str(value)
 
 
-def build_why_not_table(plan: Plan) -> ET.Element:
+def build_why_not_table(plan: Plan) -> list[ET.Element]:
     """Return a sortable HTML table with a row for each of several constraints that the plan does not fulfil, such as
-    ``tp=4``. A row says what a plan with the constraint would be: slower, faster or impossible; its step time, or a
-    lower bound on it; and the reasons. The answers come from the results of the search that ``plan`` contains."""
+    ``tp=4``, and a note below it if rows have marks. A row says what a plan with the constraint would be: slower,
+    faster or impossible; its step time, or a lower bound on it; and the reasons. The answers come from the results of
+    the search that ``plan`` contains. The note says for which plans the lower bounds of the marked rows do not hold."""
+    answers = list(_list_answers(plan))
+    outside = dict.fromkeys(answer.uncovered for answer in answers if answer.uncovered)
+    notes = [build_element("p", f"{UNCOVERED_MARK.strip()} {sentence}") for sentence in outside]
     columns = [("instead", False), ("answer", False), ("step time or bound", True), ("in words", False)]
-    return build_table(
+    table = build_table(
         "What other values of one constraint would give",
         columns,
-        list(_list_answer_rows(plan)),
+        [_list_answer_cells(answer, plan) for answer in answers],
         sortable=True,
         name="why-not-table",
     )
+    return [table, *notes]
 
 
-def _list_answer_rows(plan: Plan) -> Iterator[list[Cell]]:
-    """Yield the cells of each row of the table "why not" of ``plan``, which says what a plan with another constraint
-    would be: the constraint, the verdict, the step time or its lower bound, and the reasons. A constraint that the plan
-    fulfils has no row."""
+def _list_answers(plan: Plan) -> Iterator[WhyNot]:
+    """Yield the answer for each row of the table "why not" of ``plan``. A constraint that the plan fulfils has no
+    row."""
     for asked in list_questions(plan):
         try:
             answer = plan.why_not(**asked)
         except PartitionError as error:
             answer = WhyNot(asked, "infeasible", (str(error),))
-        if answer.verdict == "chosen":
-            continue
-        yield [
-            format_asked_constraints(asked),
-            _VERDICTS[answer.verdict],
-            _build_time_cell(answer),
-            _build_words(answer),
-        ]
+        if answer.verdict != "chosen":
+            yield answer
 
 
-def _build_time_cell(answer: WhyNot) -> Cell:
+def _list_answer_cells(answer: WhyNot, plan: Plan) -> list[Cell]:
+    """Return the cells of a row of the table "why not" of ``plan``: the constraints that ``answer`` is about, the
+    verdict, the step time of a plan with them or its lower bound, and the reasons."""
+    verdict = _COVERED_ONLY if answer.verdict == "bounded" and answer.uncovered else _VERDICTS[answer.verdict]
+    chosen = plan.estimate.step_time
+    return [format_asked_constraints(answer.asked), verdict, _build_time_cell(answer, chosen), _build_words(answer)]
+
+
+def _build_time_cell(answer: WhyNot, chosen: float) -> Cell:
     """Return a table cell as a pair (number to sort by, text): the step time of a plan with the constraint that
     ``answer`` is about, or ``≥`` and a lower bound on it. ``answer``: what the search says on this constraint, such as
-    ``tp=4``. The text is empty if neither is known.
+    ``tp=4``. ``chosen``: the step time of the plan in seconds, from which the text differs if the number does. The text
+    is empty if neither is known.
     """
     if answer.verdict in ("slower", "faster") and answer.candidate is not None and answer.candidate.step_time:
-        return answer.candidate.step_time, seconds_text(answer.candidate.step_time)
+        return answer.candidate.step_time, list_distinct_seconds_texts(answer.candidate.step_time, chosen)[0]
     if answer.bound:
-        return answer.bound, f"≥ {seconds_text(answer.bound)}"
+        return answer.bound, f"≥ {list_distinct_seconds_texts(answer.bound, chosen)[0]}"
     return _LAST, ""
 
 

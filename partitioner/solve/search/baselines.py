@@ -24,7 +24,7 @@ import numpy as np
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import OF_POINT, Constraints
 from partitioner.passes.errors import PartitionError
-from partitioner.plan import Baseline, Candidate
+from partitioner.plan import DATA_PARALLEL, FULLY_SHARDED, MEGATRON, Baseline, Candidate
 from partitioner.schedules.formulas import is_plain
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
@@ -40,8 +40,6 @@ from partitioner.solve.search.space import (
     several_stages,
 )
 from partitioner.units import list_divisors
-
-DATA_PARALLEL, FULLY_SHARDED, MEGATRON = "Plain data parallelism", "ZeRO-3", "Megatron's layout"
 
 _EXCLUDED = "excluded by the constraints"
 MOST_TRIED = 12  # greatest number of candidates that are tried for one layout

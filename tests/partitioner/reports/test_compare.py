@@ -118,7 +118,7 @@ def test_memory_is_compared_as_it_was_found():
     row = plan.chosen.model_copy(update={"status": "solved", "schedule": "gpipe", "memory": 2 * own})
     rows = (*plan.certificate.candidates, row)
     known = plan.model_copy(update={"certificate": plan.certificate.model_copy(update={"candidates": rows})})
-    searched = f"Its fullest rank needs {bytes_text(2 * own)} as the search estimates it"
+    searched = f"It fits in memory. Its fullest rank needs {bytes_text(2 * own)} at most (the search's estimate"
     assert any(line.startswith(searched) and line.endswith(chosen) for line in known.why_not(schedule="gpipe").lines)
 
 
@@ -219,7 +219,7 @@ def test_what_fits_with_host_memory_is_not_said_to_have_no_plan():
     assert exact.changes[0].text.startswith("offload=optimizer (a step then takes ")
     hosted = plan.why_not(**asked, offload="optimizer", **again())
     assert hosted.verdict == "slower"
-    assert any(line.startswith("In host memory: optimizer: ") for line in hosted.lines)
+    assert any(line.startswith("In host memory: optimizer states: ") for line in hosted.lines)
     explained = " ".join(plan.explain().split())
     outcome = r"does not fit in memory without offload to host memory \(stage 0 of 1"
     assert re.search(rf"\(dp 4, microbatch of \d+ samples?\): {outcome}", explained)

@@ -17,7 +17,7 @@ from partitioner import Constraints, Plan, Topology, partition
 from partitioner.draw import draw
 from partitioner.draw.memory import KINDS, byte_step, stage_levels
 from partitioner.draw.svg import PALETTE
-from partitioner.explain.tables import host_text
+from partitioner.explain.memory_texts import host_text
 from partitioner.runtime.program.analysis import ProgramFacts
 from partitioner.runtime.program.memory import (
     MemoryMoment,
@@ -29,7 +29,7 @@ from partitioner.runtime.program.memory import (
 from partitioner.runtime.program.simulate import simulate
 from partitioner.simulate.program_memory import fixed_sizes
 from partitioner.simulate.program_time import PlanDurations
-from partitioner.units import seconds_text
+from partitioner.units import bytes_text, seconds_text
 from tests.helpers.linear_towers import Tower
 from tests.helpers.sample_programs import llama, plan_of
 
@@ -102,7 +102,10 @@ def test_what_is_in_host_memory_is_not_on_the_device():
     for number, stage in enumerate(plan.estimate.stages):
         fixed = fixed_sizes(facts, number, plan.optimizer)
         assert fixed == {"optimizer": 0} | {kind: stage.memory[kind] for kind in ("parameters", "gradients")}
-    assert f"not drawn: {host_text(plan)}." in draw(plan, "memory")
+    told = host_text(plan)
+    total = sum(stage.host for stage in plan.estimate.stages)  # one rank on each stage, both on one host
+    assert told.endswith(f", {bytes_text(total)} of {bytes_text(plan.topology.host(0).memory)} in all on the host")
+    assert f"not drawn: {told}." in " ".join(" ".join(ET.fromstring(draw(plan, "memory")).itertext()).split())
 
 
 def test_recomputation_is_a_kind_of_its_own():

@@ -75,9 +75,9 @@ def test_answers_from_tables_say_so(plan: Plan) -> None:
     rows = (*plan.certificate.candidates, solved)
     known = plan.model_copy(update={"certificate": plan.certificate.model_copy(update={"candidates": rows})})
     (line,) = [text for text in known.why_not(dp=4, zero=0).lines if "fullest" in text]
-    tables = "as the search estimates it, which is more than a program takes"
+    tables = "at most (the search's estimate, which a program does not exceed)"
     chosen = f"that of the chosen plan needs {bytes_text(fullest_bytes(plan) or 0)}."
-    assert line == f"Its fullest rank needs 1 MiB {tables}; {chosen}"
+    assert line == f"It fits in memory. Its fullest rank needs 1 MiB {tables}; {chosen}"
 
 
 def test_a_bound_is_not_told_as_a_time(plan: Plan) -> None:
@@ -95,7 +95,8 @@ def test_a_bound_is_not_told_as_a_time(plan: Plan) -> None:
 
     alone, both = answer(bounded), answer(bounded, solved)
     assert "That is a lower bound and not the time of a plan" in alone
-    assert "The best of these that was tried is dp 4, zero 1. It takes " in both
+    assert "The bound is that of dp 4, microbatches of 1, 1f1b, which was not tried." in both
+    assert "The best of these that was tried (dp 4, zero 1, microbatches of 1, 1f1b) takes " in both
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -156,9 +157,9 @@ def test_the_bubble_is_told_of_the_slowest_and_of_the_mean_rank() -> None:
     plan = with_stage_seconds(plan_of(llama(pp=4, dp=2, tp=2)), [9.0, 7.0, 6.0, 6.0], step=10.0, bubble=0.05)
     shares = waiting_shares(plan)
     assert (shares.slowest, shares.mean) == (0.05, pytest.approx(0.25))
-    text = "5.0% on the slowest rank, 25% on the mean rank"
+    text = "5.0% on the slowest rank, 25% on average over the ranks"
     assert bubble_text(plan) == text
-    assert dict(key_figures(plan))["bubble, slowest and mean rank"] == "5.0%, 25%"
+    assert dict(key_figures(plan))["bubble, slowest rank and average"] == "5.0%, 25%"
     said = " ".join(plan.summary().split())
     assert f"bubble {text}: the share of the step in which a rank waits for other ranks" in said
     why = " ".join(plan.explain().split())
@@ -174,7 +175,7 @@ def test_replicas_with_fewer_microbatches_wait_for_the_others() -> None:
     assert "on the slowest rank" not in plan.summary()
     uneven = plan.model_copy(update={"written": plan.written.model_copy(update={"data_shares": (4, 2)})})
     assert waiting_shares(uneven).mean == pytest.approx(0.2)
-    assert bubble_text(uneven) == "0% on the slowest rank, 20% on the mean rank"
+    assert bubble_text(uneven) == "0% on the slowest rank, 20% on average over the ranks"
 
 
 def test_energy_is_that_of_the_mean_rank() -> None:

@@ -73,7 +73,7 @@ MESHES: dict[str, tuple[str, dict[str, Any]]] = {
     "dp4": ("tied", dict(dp=4, tp=1, pp=1)),
     "dp2 tp2": ("tied", dict(dp=2, tp=2, pp=1)),
     # otherwise the weight that is tied over stages would be on one stage
-    "dp2 pp2": ("tied", dict(dp=2, tp=1, pp=2, stage_of={"embed": 0, "head": 1})),
+    "dp2 pp2": ("tied", dict(dp=2, tp=1, pp=2, stage_of={"embed": 0, "head": -1})),
     "dp2 ep2": ("experts", dict(dp=2, ep=2, tp=1, pp=1)),
     "dp4 ep2": ("experts", dict(dp=4, ep=2, tp=1, pp=1, microbatch_size=1)),
 }

@@ -430,8 +430,7 @@ class OtherStageTimes(NamedTuple):
         """Return the seconds if each call takes the lesser of its seconds in this object and in ``other``."""
         calls = [np.minimum(*(np.diff(seconds) for seconds in pair)) for pair in zip(self[:3], other[:3], strict=True)]
         rests = np.minimum(-np.diff(self.behind), -np.diff(other.behind))
-        sums = [np.concatenate([[0.0], np.cumsum(of_calls)]) for of_calls in calls]
-        ahead, back, weights = sums
+        ahead, back, weights = (np.concatenate([[0.0], np.cumsum(of_calls)]) for of_calls in calls)
         return OtherStageTimes(ahead, back, weights, np.concatenate([np.cumsum(rests[::-1])[::-1], [0.0]]))
 
 
